@@ -1,0 +1,187 @@
+"""The model bundle and the seal around everything that goes through Redis.
+
+A bundle is one immutable blob: a manifest and one ONNX graph per rendering. The trainer packs it; predictors and
+routers unseal, verify and load it. Nothing is unpickled, ever; a graph with external data, a blob over the cap, a
+wrong hash or a missing signature is refused before ONNX Runtime sees a byte.
+
+Sealed layout: magic `LTS1` · sha256(payload) · HMAC-SHA256(key, payload), or 32 zeros without a key · payload.
+Bundle payload: u32 little-endian length of the manifest · manifest JSON · renderings in the manifest's order.
+"""
+
+import hashlib
+import hmac
+import struct
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import FieldError, IntegrityError
+from shared.prediction import OUTPUTS
+
+MAX_BUNDLE_BYTES: Final = 64 * 1024 * 1024
+_MAGIC: Final = b"LTS1"
+_DIGEST: Final = 32
+_HEADER: Final = len(_MAGIC) + 2 * _DIGEST
+_NO_SIGNATURE: Final = bytes(_DIGEST)
+
+RenderingName = Literal["tree_ensemble", "tensor"]
+GRAPH_INPUT: Final = "features"
+GRAPH_OUTPUT: Final = "predictions"
+
+
+def seal(payload: bytes, key: bytes | None) -> bytes:
+    """Wrap bytes with their hash and, where a key is given, a signature."""
+    signature = hmac.digest(key, payload, "sha256") if key else _NO_SIGNATURE
+    return _MAGIC + hashlib.sha256(payload).digest() + signature + payload
+
+
+def unseal(blob: bytes, key: bytes | None, *, max_bytes: int = MAX_BUNDLE_BYTES) -> bytes:
+    """Return the payload; raises IntegrityError if it is damaged, too large, or not signed by `key` where one is set."""
+    if len(blob) > max_bytes + _HEADER:
+        raise IntegrityError(f"sealed blob of {len(blob)} bytes exceeds the cap of {max_bytes}")
+    if len(blob) < _HEADER or not blob.startswith(_MAGIC):
+        raise IntegrityError(f"{len(blob)} bytes are no sealed blob")
+    digest = blob[len(_MAGIC) : len(_MAGIC) + _DIGEST]
+    signature = blob[len(_MAGIC) + _DIGEST : _HEADER]
+    payload = blob[_HEADER:]
+    if hashlib.sha256(payload).digest() != digest:
+        raise IntegrityError("sealed blob is damaged: its hash doesn't match")
+    if key and not hmac.compare_digest(hmac.digest(key, payload, "sha256"), signature):
+        raise IntegrityError("sealed blob isn't signed by the configured key")
+    return payload
+
+
+class TargetMetrics(BaseModel):
+    """Held-out errors of one target. `mape` and `bias` are ratios; None without held-out samples."""
+
+    samples: int
+    mape: float | None = None
+    bias: float | None = None
+    p90_coverage: float | None = None
+
+
+class Rendering(BaseModel):
+    """One ONNX graph of the model, and how far it strayed from native XGBoost on the parity rows."""
+
+    name: RenderingName
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    size_bytes: Annotated[int, Field(gt=0, le=MAX_BUNDLE_BYTES)]
+    parity_max_relative_error: float
+    parity_rows: int
+
+
+class BundleManifest(BaseModel):
+    """Everything about a bundle but its graphs. Written by the trainer, read by predictors, routers and people."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    format: Literal[1] = 1
+    pool: str
+    version: Annotated[str, Field(pattern=r"^[0-9]{13}-[0-9a-f]{8}$")]
+    schema_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    features: list[str]
+    outputs: list[str]
+    created_unix_ms: float
+    window_samples: int
+    metrics: dict[str, TargetMetrics]
+    feature_low: list[float]
+    feature_high: list[float]
+    libraries: dict[str, str]
+    renderings: list[Rendering]
+
+
+def bundle_version(created_unix_ms: float, graph: bytes) -> str:
+    """Versions sort by time; the digest tells two of the same millisecond apart."""
+    return f"{int(created_unix_ms):013d}-{hashlib.sha256(graph).hexdigest()[:8]}"
+
+
+class Bundle:
+    """A verified manifest with its graphs, keyed by rendering."""
+
+    __slots__ = ("graphs", "manifest")
+
+    def __init__(self, manifest: BundleManifest, graphs: dict[RenderingName, bytes]) -> None:
+        self.manifest = manifest
+        self.graphs = graphs
+
+
+def pack(bundle: Bundle) -> bytes:
+    """Bundle → payload. The manifest must list exactly the graphs given, in their order."""
+    manifest = bundle.manifest.model_dump_json().encode()
+    blobs = [bundle.graphs[rendering.name] for rendering in bundle.manifest.renderings]
+    return struct.pack("<I", len(manifest)) + manifest + b"".join(blobs)
+
+
+def unpack(payload: bytes, *, pool: str, schema_hash: str) -> Bundle:
+    """Payload → verified bundle; raises IntegrityError or FieldError if it isn't whole or isn't for this pool and schema."""
+    if len(payload) < 4:
+        raise IntegrityError("bundle is cut short")
+    (length,) = struct.unpack_from("<I", payload)
+    try:
+        manifest = BundleManifest.model_validate_json(payload[4 : 4 + length])
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise FieldError(
+            ".".join(str(part) for part in first["loc"]) or "manifest", first["type"], first["msg"]
+        ) from None
+    if manifest.pool != pool:
+        raise FieldError("manifest.pool", manifest.pool, pool)
+    if manifest.schema_hash != schema_hash:
+        raise FieldError("manifest.schema_hash", manifest.schema_hash, schema_hash)
+    if not manifest.outputs or not set(manifest.outputs) <= set(OUTPUTS):
+        raise FieldError("manifest.outputs", ", ".join(manifest.outputs)[:200], ", ".join(OUTPUTS))
+    graphs: dict[RenderingName, bytes] = {}
+    offset = 4 + length
+    for rendering in manifest.renderings:
+        graph = payload[offset : offset + rendering.size_bytes]
+        if hashlib.sha256(graph).hexdigest() != rendering.sha256:
+            raise IntegrityError(f"rendering {rendering.name} is damaged: its hash doesn't match the manifest's")
+        graphs[rendering.name] = graph
+        offset += rendering.size_bytes
+    if offset != len(payload):
+        raise IntegrityError(f"bundle has {len(payload) - offset} bytes too many")
+    if "tree_ensemble" not in graphs:
+        raise FieldError("manifest.renderings", ", ".join(graphs) or "none", "a list with tree_ensemble")
+    return Bundle(manifest, graphs)
+
+
+class Calibration(BaseModel):
+    """What moves faster than a refit: published every second beside the bundle it belongs to (CONTRACTS §6).
+
+    All biases are natural logarithms, added to the log of a prediction. `quantile_log_offset["ttft_p90"][bin]` is added
+    on top to that quantile for requests whose backlog (own + pending uncached tokens) falls in the bin;
+    `backlog_edges_tokens` are the inner edges, so there is one bin more than edges.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    pool: str
+    bundle_version: str
+    sequence: int
+    updated_unix_ms: float
+    log_bias: dict[str, float] = Field(default_factory=dict)
+    backlog_edges_tokens: list[float] = Field(default_factory=list)
+    quantile_log_offset: dict[str, list[float]] = Field(default_factory=dict)
+    endpoint_log_bias: dict[str, dict[str, float]] = Field(default_factory=dict)
+    expected_output_tokens: dict[str, float] = Field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        return self.model_dump_json().encode()
+
+    @classmethod
+    def decode(cls, payload: bytes, *, pool: str) -> "Calibration":
+        """Parse and check; raises FieldError."""
+        try:
+            calibration = cls.model_validate_json(payload)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise FieldError(
+                "calibration." + ".".join(str(part) for part in first["loc"]), first["type"], first["msg"]
+            ) from None
+        if calibration.pool != pool:
+            raise FieldError("calibration.pool", calibration.pool, pool)
+        bins = len(calibration.backlog_edges_tokens) + 1
+        for name, offsets in calibration.quantile_log_offset.items():
+            if len(offsets) != bins:
+                raise FieldError(f"calibration.quantile_log_offset.{name}", f"{len(offsets)} values", f"{bins} values")
+        return calibration

@@ -1,0 +1,112 @@
+"""A verified bundle → predictions, and the one place where calibration is applied.
+
+Used by the predictor (raw model output) and by the router (its in-process rung, and calibration for both rungs: the
+router alone knows the endpoint). They must run identically, hence here.
+
+Limits: ONNX Runtime on one thread per session by default; a call blocks for its duration (≈0.4 ms for 100 rows).
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from shared.bundle import GRAPH_INPUT, GRAPH_OUTPUT, Bundle, Calibration, RenderingName
+from shared.errors import IntegrityError
+from shared.features import FloatMatrix
+from shared.prediction import IN_RANGE, QUANTILES, TARGETS
+
+CPU_PROVIDER: Final = "CPUExecutionProvider"
+# A calibration may bend a prediction by this factor at most, either way: beyond it the model is wrong, not its scale.
+MAX_LOG_CORRECTION: Final = 1.5
+
+
+class BundleModel:
+    """An ONNX Runtime session of one rendering, checked against its manifest."""
+
+    __slots__ = ("_session", "bundle_version", "outputs", "provider", "rendering")
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        rendering: RenderingName = "tree_ensemble",
+        providers: Sequence[str] = (CPU_PROVIDER,),
+        threads: int = 1,
+    ) -> None:
+        """Load and warm; raises IntegrityError if the graph can't run or doesn't fit its manifest."""
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.log_severity_level = 3
+        try:
+            self._session = ort.InferenceSession(bundle.graphs[rendering], options, providers=list(providers))
+            inputs = [(i.name, i.shape[-1]) for i in self._session.get_inputs()]
+            width = len(bundle.manifest.features)
+            if inputs != [(GRAPH_INPUT, width)]:
+                raise IntegrityError(f"graph inputs are {inputs}, the manifest says {GRAPH_INPUT} with {width} columns")
+            self.rendering = rendering
+            self.provider: str = self._session.get_providers()[0]
+            self.bundle_version = bundle.manifest.version
+            self.outputs = tuple(bundle.manifest.outputs)
+            answer = self.predict(np.zeros((2, width), np.float32))
+        except IntegrityError:
+            raise
+        except Exception as error:  # ONNX Runtime raises bare Exceptions of many classes
+            raise IntegrityError(f"rendering {rendering} can't be loaded: {type(error).__name__}") from error
+        if answer.shape != (2, len(self.outputs)) or not np.isfinite(answer).all():
+            raise IntegrityError(f"graph answers {answer.shape} for 2 rows; {len(self.outputs)} finite columns are due")
+
+    def predict(self, rows: FloatMatrix) -> FloatMatrix:
+        """float32 (n, F) → float32 (n, K), K as `outputs`; raw model output, uncalibrated."""
+        answer: FloatMatrix = self._session.run([GRAPH_OUTPUT], {GRAPH_INPUT: rows})[0]
+        return answer
+
+
+def calibrate(
+    raw: FloatMatrix,
+    outputs: Sequence[str],
+    bundle_version: str,
+    calibration: Calibration | None,
+    backlog_tokens: npt.NDArray[np.float32],
+    addresses: Sequence[str],
+) -> FloatMatrix:
+    """Apply a calibration to raw output; returns a new float32 (n, K), or `raw` itself when none applies.
+
+    Pure. `backlog_tokens` float32 (n,): own + pending uncached tokens. `addresses` (n,): `ip:port` of each row's
+    endpoint. A calibration of another bundle is ignored. Quantiles of a target never cross: p50 ≤ p90 ≤ p99.
+    """
+    if calibration is None or calibration.bundle_version != bundle_version:
+        return raw
+    adjusted = raw.astype(np.float32, copy=True)
+    bins = np.searchsorted(np.asarray(calibration.backlog_edges_tokens, np.float32), backlog_tokens, side="right")
+    column = {name: k for k, name in enumerate(outputs)}
+    for target in TARGETS:
+        if f"{target}_p50" not in column:
+            continue
+        per_endpoint = calibration.endpoint_log_bias.get(target, {})
+        shift = np.float32(calibration.log_bias.get(target, 0.0)) + np.fromiter(
+            (per_endpoint.get(address, 0.0) for address in addresses), np.float32, len(addresses)
+        )
+        floor: npt.NDArray[np.float32] | None = None
+        for quantile in QUANTILES:
+            name = f"{target}_{quantile}"
+            if name not in column:
+                continue
+            offsets = calibration.quantile_log_offset.get(name)
+            log_factor = shift + np.asarray(offsets, np.float32)[bins] if offsets else shift
+            values = adjusted[:, column[name]] * np.exp(np.clip(log_factor, -MAX_LOG_CORRECTION, MAX_LOG_CORRECTION))
+            floor = values if floor is None else np.maximum(values, floor)
+            adjusted[:, column[name]] = floor
+    return adjusted
+
+
+def as_columns(predictions: FloatMatrix, outputs: Sequence[str]) -> dict[str, npt.NDArray[np.float32]]:
+    """(n, K) → one (n,) array per output name."""
+    return {name: predictions[:, k] for k, name in enumerate(outputs)}
+
+
+__all__ = ["CPU_PROVIDER", "IN_RANGE", "MAX_LOG_CORRECTION", "BundleModel", "as_columns", "calibrate"]

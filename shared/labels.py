@@ -1,0 +1,154 @@
+"""Bytes of a response → the instant of its first content, its usage, its end. Pure.
+
+Used wherever a response passes through Python: the router's response-stream way, the load generator, tests. After
+the first content only the tail is kept: no work per token. TTFT ends at the first *content* (text, reasoning, refusal,
+tool call), not at headers, role chunks, empty deltas or keep-alive comments: a real vLLM 0.32 sends
+`{"role":"assistant","content":""}` first.
+
+Limits: a line over 1 MiB, an encoded body or a truncated one makes labels unknown (None), never wrong, and never an
+exception. Works on identity-encoded bodies only.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+MAX_LINE_BYTES: Final = 1 << 20
+TAIL_BYTES: Final = 16_384
+
+_CHAT_CONTENT: Final = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
+_RESPONSES_DELTAS: Final = frozenset(
+    {
+        "response.output_text.delta", "response.reasoning_text.delta", "response.reasoning_summary_text.delta",
+        "response.refusal.delta", "response.function_call_arguments.delta",
+    }
+)  # fmt: skip
+_ANTHROPIC_DELTAS: Final = ("text", "thinking", "partial_json")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts as the server reported them; None where it didn't."""
+
+    input_tokens: int | None
+    output_tokens: int | None
+    cached_tokens: int | None
+
+
+def carries_content(event: Any) -> bool:
+    """Whether one decoded event of a chat, completions, responses or Anthropic stream carries generated content."""
+    if not isinstance(event, dict):
+        return False
+    choices = event.get("choices")
+    if isinstance(choices, list):
+        return any(_choice_has_content(choice) for choice in choices)
+    kind = event.get("type")
+    if kind in _RESPONSES_DELTAS:
+        return bool(event.get("delta"))
+    if kind == "content_block_delta":
+        delta = event.get("delta")
+        return isinstance(delta, dict) and any(delta.get(field) for field in _ANTHROPIC_DELTAS)
+    if kind == "content_block_start":
+        block = event.get("content_block")
+        return isinstance(block, dict) and (block.get("type") == "tool_use" or bool(block.get("text")))
+    return False
+
+
+def _choice_has_content(choice: Any) -> bool:
+    if not isinstance(choice, dict):
+        return False
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta")
+    return isinstance(delta, dict) and any(delta.get(field) for field in _CHAT_CONTENT)
+
+
+def usage_of(document: Any) -> Usage | None:
+    """Usage of one decoded event or JSON answer, in OpenAI's or Anthropic's spelling."""
+    if not isinstance(document, dict):
+        return None
+    usage = document.get("usage")
+    if not isinstance(usage, dict):
+        nested = document.get("response") or document.get("message")
+        usage = nested.get("usage") if isinstance(nested, dict) else None
+    if not isinstance(usage, dict):
+        return None
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else usage.get("cache_read_input_tokens")
+    return Usage(
+        _count(usage.get("prompt_tokens", usage.get("input_tokens"))),
+        _count(usage.get("completion_tokens", usage.get("output_tokens"))),
+        _count(cached),
+    )
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+class EventStreamObserver:
+    """Watches a copy of an event stream, chunk by chunk as they arrive from the network."""
+
+    __slots__ = ("_lost", "_rest", "_tail", "first_content_ms", "last_byte_ms", "size_bytes")
+
+    def __init__(self) -> None:
+        self.first_content_ms: float | None = None
+        self.last_byte_ms: float | None = None
+        self.size_bytes = 0
+        self._rest = b""
+        self._tail = b""
+        self._lost = False
+
+    def feed(self, chunk: bytes, now_ms: float) -> None:
+        """Take the next chunk, received at `now_ms`. Chunks are network reads, not events."""
+        if not chunk:
+            return
+        self.size_bytes += len(chunk)
+        self.last_byte_ms = now_ms
+        tail = self._tail + chunk if len(chunk) < TAIL_BYTES else chunk
+        self._tail = tail[-TAIL_BYTES:] if len(tail) > 2 * TAIL_BYTES else tail
+        if self.first_content_ms is None and not self._lost:
+            self._look_for_content(chunk, now_ms)
+
+    def _look_for_content(self, chunk: bytes, now_ms: float) -> None:
+        lines = (self._rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if carries_content(_data(line)):
+                self.first_content_ms = now_ms
+                self._rest = b""
+                return
+        if len(self._rest) > MAX_LINE_BYTES:
+            self._lost = True
+            self._rest = b""
+
+    def usage(self) -> Usage | None:
+        """The last usage within the tail; None if the server sent none, or sent it more than 16 KiB before the end."""
+        for line in reversed(self._tail.replace(b"\r", b"\n").split(b"\n")):
+            if b'"usage"' in line and (usage := usage_of(_data(line))) is not None:
+                return usage
+        return None
+
+    def finished(self) -> bool:
+        """Whether the stream said that it is complete (`[DONE]`, or a final event of the other dialects)."""
+        return any(
+            mark in self._tail for mark in (b"data: [DONE]", b"data:[DONE]", b"message_stop", b"response.completed")
+        )
+
+
+def _data(line: bytes) -> Any:
+    if not line.startswith(b"data:"):
+        return None
+    try:
+        return orjson.loads(line[5:])
+    except orjson.JSONDecodeError:
+        return None
+
+
+def usage_of_json(body: bytes) -> Usage | None:
+    """Usage of a plain JSON answer; None if the body isn't one or carries none."""
+    try:
+        return usage_of(orjson.loads(body))
+    except orjson.JSONDecodeError:
+        return None

@@ -1,0 +1,163 @@
+"""How every service starts, answers probes and stops: the same in all four.
+
+`run` reads the settings, configures logging, runs the service's composition root on uvloop and hands it a stop event
+that SIGTERM or SIGINT sets; a second signal ends the process at once. `probe_app` gives `/healthz`, `/readyz` and
+`/metrics`; a service adds its routes to it. `serve_http` serves an app on a socket that is bound first, so that port 0
+works and a taken port stops the start.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import structlog
+import uvicorn
+import uvloop
+from fastapi import Depends, FastAPI, HTTPException, Request, Response, params
+from fastapi.responses import ORJSONResponse
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from shared import settings as settings_module
+from shared.errors import ConfigurationError
+from shared.settings import ServiceSettings, is_loopback
+from shared.telemetry import configure_logging
+
+Settings = TypeVar("Settings", bound=ServiceSettings)
+EXIT_CONFIGURATION = 78  # EX_CONFIG of sysexits.h
+
+
+class Readiness:
+    """Named conditions a service waits for. Ready when none is unmet; each says why."""
+
+    __slots__ = ("_unmet", "stopping")
+
+    def __init__(self, *conditions: str) -> None:
+        self._unmet = dict.fromkeys(conditions, "not yet")
+        self.stopping = False
+
+    def met(self, condition: str) -> None:
+        self._unmet.pop(condition, None)
+
+    def unmet(self, condition: str, reason: str) -> None:
+        self._unmet[condition] = reason
+
+    @property
+    def ready(self) -> bool:
+        return not self._unmet and not self.stopping
+
+    def report(self) -> dict[str, Any]:
+        waiting = dict(self._unmet)
+        if self.stopping:
+            waiting["service"] = "stopping"
+        return {"ready": self.ready, "waiting_for": waiting}
+
+
+def run(
+    service: str, settings_type: type[Settings], build: Callable[[Settings, asyncio.Event], Awaitable[None]]
+) -> int:
+    """Run a service until it is told to stop; returns its exit status."""
+    try:
+        settings = settings_module.load(settings_type)
+        if not is_loopback(settings.http_host) and settings.http_token is None:
+            prefix = settings_type.model_config.get("env_prefix", "")
+            raise ConfigurationError(f"{prefix}HTTP_TOKEN: needed, since {prefix}HTTP_HOST isn't loopback")
+    except ConfigurationError as error:
+        sys.stderr.write(f"leadtime {service}: the configuration can't work\n{error}\n")
+        return EXIT_CONFIGURATION
+    configure_logging(service, settings.telemetry)
+    uvloop.run(_run(service, settings, build))
+    return 0
+
+
+async def _run(service: str, settings: Settings, build: Callable[[Settings, asyncio.Event], Awaitable[None]]) -> None:
+    log = structlog.get_logger()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    log.info("service starting", service=service, pool=settings.pool)
+    await build(settings, stop)
+    log.info("service stopped", service=service)
+
+
+def probe_app(service: str, readiness: Readiness, registry: CollectorRegistry) -> FastAPI:
+    """A FastAPI app with the three routes that every service has."""
+    app = FastAPI(title=f"leadtime {service}", default_response_class=ORJSONResponse, docs_url=None, redoc_url=None)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    async def readyz() -> ORJSONResponse:
+        return ORJSONResponse(readiness.report(), status_code=200 if readiness.ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def require_token(settings: ServiceSettings) -> params.Depends:
+    """A FastAPI dependency: the bearer token of the settings where one is set (CONTRACTS §8)."""
+    expected = settings.http_token.get_secret_value() if settings.http_token else None
+
+    async def check(request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if expected and not hmac.compare_digest(given.encode(), f"Bearer {expected}".encode()):
+            raise HTTPException(401, "a bearer token is needed", headers={"www-authenticate": "Bearer"})
+
+    return Depends(check)  # type: ignore[no-any-return]
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the service has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serve_http(app: Any, host: str, port: int, *, grace_s: float = 3.0) -> AsyncIterator[tuple[str, int]]:
+    """Serve an ASGI app while the context is open; yields the bound (host, port)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host.strip("[]"), port), family=family, backlog=1024)
+    bound: tuple[str, int] = listener.getsockname()[:2]
+    config = uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, int(grace_s)),
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    try:
+        yield bound
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+__all__ = ["Readiness", "probe_app", "require_token", "run", "serve_http"]

@@ -1,0 +1,103 @@
+"""Names on the wire: subjects, keys, channels, headers, metadata. The one place where they are spelt.
+
+A breaking change of a message takes a new version number in its name.
+"""
+
+import re
+from typing import Final
+
+from shared.errors import FieldError
+
+POOL_PATTERN: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+def validate_pool(pool: str) -> str:
+    """Return `pool` if it may stand in subjects, keys and labels; raise FieldError if not."""
+    if POOL_PATTERN.fullmatch(pool) is None:
+        raise FieldError("pool", f"text of {len(pool)} characters", "a DNS label: a-z, 0-9 and '-', 1 to 63 characters")
+    return pool
+
+
+# Envoy dynamic metadata
+METADATA_NAMESPACE: Final = "leadtime"
+METADATA_KEY: Final = "d"
+LB_NAMESPACE: Final = "envoy.lb"
+SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
+LUA_NAMESPACE: Final = "leadtime_lua"
+LUA_FIRST_CONTENT: Final = "first_us"
+LUA_SKIP: Final = "skip"
+USAGE_NAMESPACE: Final = "leadtime_usage"
+USAGE_INPUT: Final = "prompt_tokens"
+USAGE_OUTPUT: Final = "completion_tokens"
+USAGE_CACHED: Final = "cached_tokens"
+
+# Access-log custom tags, microseconds as text ("-" where unknown)
+TAG_FIRST_BODY_BYTE_US: Final = "first_body_us"
+TAG_LAST_BYTE_US: Final = "last_us"
+
+# HTTP headers
+DESTINATION: Final = "x-gateway-destination-endpoint"
+DESTINATION_SERVED: Final = "x-gateway-destination-endpoint-served"
+DESTINATION_SUBSET: Final = "x-gateway-destination-endpoint-subset"
+DECISION_ID: Final = "x-leadtime-decision-id"
+REASON: Final = "x-leadtime-reason"
+
+# Headers that steer a picker or a model server. Envoy strips them from clients at the edge (CONTRACTS §8).
+STRIPPED_FROM_CLIENTS: Final = (
+    DESTINATION,
+    DESTINATION_SERVED,
+    DESTINATION_SUBSET,
+    "x-prefiller-host-port",
+    "x-prefiller-url",
+    "x-encoder-hosts-ports",
+    DECISION_ID,
+)
+STRIPPED_PREFIXES: Final = ("x-data-parallel-", "x-kv-cache-source-")
+
+# Predictor HTTP
+PREDICT_PATH: Final = "/v1/predict"
+HEADER_POOL: Final = "leadtime-pool"
+HEADER_SCHEMA: Final = "leadtime-schema"
+HEADER_BUNDLE: Final = "leadtime-bundle"
+HEADER_OUTPUTS: Final = "leadtime-outputs"
+ROWS_CONTENT_TYPE: Final = "application/octet-stream"
+
+# JetStream
+SAMPLES_STREAM: Final = "LEADTIME_SAMPLES"
+SAMPLES_SUBJECTS: Final = "leadtime.samples.v1.>"
+DEDUP_HEADER: Final = "Nats-Msg-Id"
+
+
+def samples_subject(pool: str) -> str:
+    """Subject of a pool's completed-request samples."""
+    return f"leadtime.samples.v1.{pool}"
+
+
+def trainer_durable(pool: str) -> str:
+    """Durable consumer by which the active trainer of a pool reads samples."""
+    return f"leadtime-trainer-{pool}"
+
+
+# Redis
+BUNDLES_CHANNEL: Final = "leadtime:bundles"
+CALIBRATIONS_CHANNEL: Final = "leadtime:calibrations"
+
+
+def bundle_key(pool: str, schema_hash: str, version: str) -> str:
+    """Key of one immutable sealed bundle."""
+    return f"leadtime:bundle:{pool}:{schema_hash}:{version}"
+
+
+def bundle_pointer_key(pool: str, schema_hash: str) -> str:
+    """Key that holds the version to serve. Switched last, so a reader sees the old or the new bundle, never a mix."""
+    return f"leadtime:bundle:{pool}:{schema_hash}:current"
+
+
+def calibration_key(pool: str) -> str:
+    """Key of the sealed calibration, republished every second."""
+    return f"leadtime:calibration:{pool}"
+
+
+def trainer_lease_key(pool: str) -> str:
+    """Key whose holder is the active trainer."""
+    return f"leadtime:lease:trainer:{pool}"

@@ -1,0 +1,206 @@
+"""Settings: read once at start from the environment, checked, and refused with every fault named.
+
+Each service derives one class from `ServiceSettings` with its own prefix; the blocks for NATS, Redis and telemetry
+have theirs, so that a deployment sets them once for all services. No other module reads the environment.
+"""
+
+import ipaddress
+import os
+import ssl
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from shared.errors import ConfigurationError
+from shared.names import validate_pool
+
+Port = Annotated[int, Field(ge=0, le=65_535)]
+PositiveMs = Annotated[float, Field(gt=0, le=3_600_000)]
+
+
+class _Block(BaseSettings):
+    model_config = SettingsConfigDict(extra="forbid", frozen=True)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can only be reached from this machine."""
+    if host == "localhost" or host.startswith("/"):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class NatsSettings(_Block):
+    """Connection to NATS, the same for every service."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix="LEADTIME_NATS_")
+
+    servers: str = "nats://127.0.0.1:4222"
+    """Comma-separated URLs; `tls://` asks for TLS."""
+    credentials_file: Path | None = None
+    """A `.creds` file (JWT and NKey)."""
+    nkey_seed_file: Path | None = None
+    user: str | None = None
+    password: SecretStr | None = None
+    tls_ca_file: Path | None = None
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+
+    def connect_options(self) -> dict[str, Any]:
+        """Keyword arguments of nats-py's `connect`. It goes on trying for ever: no service depends on start order."""
+        options: dict[str, Any] = {
+            "servers": [server.strip() for server in self.servers.split(",")],
+            "allow_reconnect": True,
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": 0.5,
+            "connect_timeout": 2,
+            "ping_interval": 5,
+            "max_outstanding_pings": 2,
+        }
+        if self.credentials_file:
+            options["user_credentials"] = str(self.credentials_file)
+        if self.nkey_seed_file:
+            options["nkeys_seed"] = str(self.nkey_seed_file)
+        if self.user:
+            options["user"] = self.user
+        if self.password:
+            options["password"] = self.password.get_secret_value()
+        if self.tls_ca_file or self.tls_cert_file:
+            options["tls"] = tls_client_context(self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
+        return options
+
+
+class RedisSettings(_Block):
+    """Connection to Redis (or Valkey), and the key that signs what goes through it."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix="LEADTIME_REDIS_")
+
+    url: str = "redis://127.0.0.1:6379/0"
+    """`redis://`, `rediss://` (TLS) or `unix://`."""
+    username: str | None = None
+    password: SecretStr | None = None
+    tls_ca_file: Path | None = None
+    signing_key: SecretStr | None = None
+    """HMAC key of bundles and calibrations, at least 16 characters; needed unless Redis is on loopback or a socket."""
+
+    @field_validator("signing_key")
+    @classmethod
+    def _long_enough(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and len(key.get_secret_value()) < 16:
+            raise ValueError("at least 16 characters")
+        return key
+
+    @model_validator(mode="after")
+    def _signed_beyond_loopback(self) -> Self:
+        parts = urlsplit(self.url)
+        if parts.scheme not in {"redis", "rediss", "unix"}:
+            raise ValueError("url must begin with redis://, rediss:// or unix://")
+        local = parts.scheme == "unix" or is_loopback(parts.hostname or "")
+        if not local and self.signing_key is None:
+            raise ValueError("signing_key is needed: Redis isn't on loopback or a unix socket")
+        return self
+
+    @property
+    def key(self) -> bytes | None:
+        return self.signing_key.get_secret_value().encode() if self.signing_key else None
+
+    def client_options(self) -> dict[str, Any]:
+        """Keyword arguments of redis-py's `from_url`, but for the retry policy. RESP2 is explicit: a changed default
+        left idle connections that don't recover.
+        """
+        options: dict[str, Any] = {
+            "protocol": 2,
+            "socket_timeout": 5.0,
+            "socket_connect_timeout": 2.0,
+            "socket_keepalive": True,
+            "health_check_interval": 10,
+        }
+        if self.username:
+            options["username"] = self.username
+        if self.password:
+            options["password"] = self.password.get_secret_value()
+        if self.tls_ca_file:
+            options["ssl_ca_certs"] = str(self.tls_ca_file)
+        return options
+
+
+class TelemetrySettings(_Block):
+    """Logging of every service."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix="LEADTIME_LOG_")
+
+    level: Annotated[str, Field(pattern=r"^(debug|info|warning|error)$")] = "info"
+    format: Annotated[str, Field(pattern=r"^(json|console)$")] = "json"
+
+
+class ServiceSettings(_Block):
+    """What every service has: its pool, its HTTP listener, and the common blocks."""
+
+    pool: str = "default"
+    """The set of endpoints that serve the same models; names subjects, keys and labels."""
+    http_host: str = "127.0.0.1"
+    http_port: Port = 0
+    """0 takes a free port; the service logs which."""
+    http_token: SecretStr | None = None
+    """Bearer token of calls that change or disclose something; needed when `http_host` isn't loopback."""
+    telemetry: TelemetrySettings = Field(default_factory=TelemetrySettings)
+
+    @field_validator("pool")
+    @classmethod
+    def _pool(cls, pool: str) -> str:
+        return validate_pool(pool)
+
+
+def tls_client_context(ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext:
+    """Client-side TLS from files; None as CA takes the machine's."""
+    context = ssl.create_default_context(cafile=str(ca) if ca else None)
+    if cert:
+        context.load_cert_chain(str(cert), str(key) if key else None)
+    return context
+
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+def load(settings: type[Settings]) -> Settings:
+    """Read and check; raises ConfigurationError with one line per fault, naming variable, value's kind and range.
+
+    A variable with a prefix of ours that no setting reads is a fault too: a typo must not be silence.
+    """
+    blocks: list[type[BaseSettings]] = [settings, *_nested_blocks(settings)]
+    faults = [fault for block in blocks for fault in _unknown_variables(block)]
+    loaded: Settings | None = None
+    try:
+        loaded = settings()
+    except ValidationError as error:
+        prefixes = {block.__name__: block.model_config.get("env_prefix", "") for block in blocks}
+        prefix = prefixes.get(error.title, "")
+        faults += [_fault(prefix, dict(item)) for item in error.errors(include_url=False, include_input=False)]
+    if faults or loaded is None:
+        raise ConfigurationError("\n".join(faults))
+    return loaded
+
+
+def _nested_blocks(settings: type[BaseSettings]) -> list[type[_Block]]:
+    kinds = (field.annotation for field in settings.model_fields.values())
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, _Block)]
+
+
+def _unknown_variables(block: type[BaseSettings]) -> list[str]:
+    prefix = block.model_config.get("env_prefix", "")
+    known = {(prefix + name).upper() for name in block.model_fields}
+    return [
+        f"{variable}: no such setting; allowed: {', '.join(sorted(known))}"
+        for variable in sorted(os.environ)
+        if prefix and variable.upper().startswith(prefix.upper()) and variable.upper() not in known
+    ]
+
+
+def _fault(prefix: str, item: dict[str, Any]) -> str:
+    where = (prefix + "__".join(str(part) for part in item["loc"])).upper()
+    return f"{where or prefix + '*'}: {item['msg']} ({item['type']})"
