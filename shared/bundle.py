@@ -36,7 +36,7 @@ def seal(payload: bytes, key: bytes | None) -> bytes:
 
 
 def unseal(blob: bytes, key: bytes | None, *, max_bytes: int = MAX_BUNDLE_BYTES) -> bytes:
-    """Return the payload; raises IntegrityError if it is damaged, too large, or not signed by `key` where one is set."""
+    """Return the payload; raises IntegrityError if it is damaged, too large, or not signed by a `key` that is set."""
     if len(blob) > max_bytes + _HEADER:
         raise IntegrityError(f"sealed blob of {len(blob)} bytes exceeds the cap of {max_bytes}")
     if len(blob) < _HEADER or not blob.startswith(_MAGIC):
@@ -113,7 +113,7 @@ def pack(bundle: Bundle) -> bytes:
 
 
 def unpack(payload: bytes, *, pool: str, schema_hash: str) -> Bundle:
-    """Payload → verified bundle; raises IntegrityError or FieldError if it isn't whole or isn't for this pool and schema."""
+    """Payload → verified bundle; raises IntegrityError or FieldError if it isn't whole, or not for this pool and schema."""
     if len(payload) < 4:
         raise IntegrityError("bundle is cut short")
     (length,) = struct.unpack_from("<I", payload)

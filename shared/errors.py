@@ -18,8 +18,8 @@ class ContractError(LeadtimeError):
     """A message, row or bundle that breaks an agreement."""
 
 
-class FieldError(ContractError):
-    """One field has the wrong kind or lies outside its range.
+class FieldError(ContractError, ValueError):
+    """One field has the wrong kind or lies outside its range. A ValueError, so that pydantic reports it as a fault.
 
     `found` describes the *kind* of the value, never a prompt's text.
     """

@@ -20,7 +20,7 @@ import structlog
 import uvicorn
 import uvloop
 from fastapi import Depends, FastAPI, HTTPException, Request, Response, params
-from fastapi.responses import ORJSONResponse
+from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -95,15 +95,15 @@ async def _run(service: str, settings: Settings, build: Callable[[Settings, asyn
 
 def probe_app(service: str, readiness: Readiness, registry: CollectorRegistry) -> FastAPI:
     """A FastAPI app with the three routes that every service has."""
-    app = FastAPI(title=f"leadtime {service}", default_response_class=ORJSONResponse, docs_url=None, redoc_url=None)
+    app = FastAPI(title=f"leadtime {service}", docs_url=None, redoc_url=None)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
     @app.get("/readyz")
-    async def readyz() -> ORJSONResponse:
-        return ORJSONResponse(readiness.report(), status_code=200 if readiness.ready else 503)
+    async def readyz() -> JSONResponse:
+        return JSONResponse(readiness.report(), status_code=200 if readiness.ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
