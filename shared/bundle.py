@@ -113,7 +113,7 @@ def pack(bundle: Bundle) -> bytes:
 
 
 def unpack(payload: bytes, *, pool: str, schema_hash: str) -> Bundle:
-    """Payload → verified bundle; raises IntegrityError or FieldError if it isn't whole, or not for this pool and schema."""
+    """Payload → verified bundle; raises IntegrityError or FieldError if it isn't whole or isn't ours."""
     if len(payload) < 4:
         raise IntegrityError("bundle is cut short")
     (length,) = struct.unpack_from("<I", payload)

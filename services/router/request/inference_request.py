@@ -1,0 +1,32 @@
+"""What one request asks for, parsed once and typed. No I/O.
+
+`prompt` is kept only to hash its prefix: it is dropped before the decision is recorded and is in no `repr`.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Latency objectives of one request, ms; None where it states none."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """A parsed request for a model.
+
+    `prompt`: the bytes by which prefixes are compared, in the order in which the server's template lays them out.
+    `input_tokens`: estimated. `max_tokens`: the client's cap on the answer, None where it gave none.
+    """
+
+    model: str
+    prompt: bytes = field(repr=False)
+    input_tokens: float
+    max_tokens: int | None
+    streamed: bool
+    slo: Slo = Slo()
+    priority: int = 0
+    fairness_id: str = ""
