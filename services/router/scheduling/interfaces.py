@@ -32,7 +32,7 @@ class Context:
 
 
 class Filter(Protocol):
-    """Narrows the candidates. Returns bool (n,), a subset of `alive`; an empty one means 'no opinion' to the pipeline."""
+    """Narrows the candidates. Returns bool (n,), a subset of `alive`; the pipeline ignores an empty one."""
 
     def keep(self, context: Context, alive: Mask) -> Mask: ...
 

@@ -1,4 +1,4 @@
-"""The frozen view of the endpoints that one decision works on. Columnar: one array per quantity, one entry per candidate.
+"""The frozen view of the endpoints that one decision works on: one array per quantity, one entry per candidate.
 
 Every later stage sees these numbers and no newer ones. No I/O.
 """
