@@ -1,0 +1,151 @@
+"""The ext-proc edge: gRPC streams from Envoy, one per request, over grpc.aio.
+
+A stream stays open until the HTTP request is over (`response_trailer_mode: SEND`, response body NONE): its end, normal
+or reset, is how the router learns that a request has left its endpoint, at no cost per token. Hence the `finally`.
+"""
+
+import asyncio
+import contextlib
+from typing import Any, Final, Protocol
+
+import grpc
+import structlog
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ep
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from services.router.errors import Reason, Rejection
+from services.router.extproc.messages import RequestHead, Routed
+from services.router.extproc.stream import Abort, Answer, Decide, Stream
+
+SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+_METHOD: Final = "Process"
+HEALTH_SERVICES: Final = ("", "liveness", "readiness", SERVICE)
+
+
+class Director(Protocol):
+    """What the edge needs of the conductor."""
+
+    async def decide(self, head: RequestHead, body: bytes | None) -> Routed | Rejection: ...
+
+    def finished(self, decision_id: str) -> None: ...
+
+    def rejected(self, reason: Reason) -> None: ...
+
+
+class ExtProcServer:
+    """Serves `ExternalProcessor` and, on its own port, gRPC health."""
+
+    def __init__(self, director: Director, registry: CollectorRegistry, *, max_body_bytes: int) -> None:
+        self._director = director
+        self._max_body_bytes = max_body_bytes
+        self._log = structlog.get_logger()
+        self._open = Gauge(
+            "leadtime_router_extproc_streams", "Open ext-proc streams: requests under way.", registry=registry
+        )
+        self._aborts = Counter(
+            "leadtime_router_extproc_aborts_total", "Streams ended with a status.", ["reason"], registry=registry
+        )
+        self._health = health.aio.HealthServicer()
+        self._servers: list[grpc.aio.Server] = []
+        self._streams = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def open_streams(self) -> int:
+        return self._streams
+
+    async def start(
+        self,
+        host: str,
+        port: int,
+        health_port: int,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> tuple[int, int]:
+        """Bind both ports (0 takes a free one) and serve; returns the bound ports."""
+        server = grpc.aio.server(
+            options=[
+                # A buffered body is one message; the stream refuses what is over its own limit with a 413.
+                ("grpc.max_receive_message_length", -1),
+                ("grpc.so_reuseport", 0),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+                ("grpc.http2.max_ping_strikes", 0),
+            ]
+        )
+        handler = grpc.stream_stream_rpc_method_handler(
+            self._process,
+            request_deserializer=ep.ProcessingRequest.FromString,
+            response_serializer=ep.ProcessingResponse.SerializeToString,
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {_METHOD: handler}),))
+        address = f"{host}:{port}"
+        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+        probes = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, probes)
+        bound_health = probes.add_insecure_port(f"{host}:{health_port}")
+        self._servers = [server, probes]
+        for item in self._servers:
+            await item.start()
+        return bound, bound_health
+
+    async def set_serving(self, serving: bool) -> None:
+        """What gRPC health says; liveness stays SERVING while the process runs."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in HEALTH_SERVICES:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING if name == "liveness" else status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new streams' health, let the running ones end within the grace, then close."""
+        await self.set_serving(False)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        for server in self._servers:
+            await server.stop(0.5)
+
+    async def _process(self, _requests: Any, context: Any) -> None:
+        # Explicit reads and writes, not an async generator: a cancelled generator is finalised some time later, and the
+        # ledger must be told at once.
+        stream = Stream(self._max_body_bytes)
+        decision_id: str | None = None
+        self._enter()
+        try:
+            while (message := await context.read()) is not grpc.aio.EOF:
+                step = stream.receive(message)
+                if isinstance(step, Decide):
+                    result = await self._director.decide(step.head, step.body)
+                    if isinstance(result, Routed):
+                        decision_id = result.decision_id
+                    step = stream.decided(result)
+                elif isinstance(step, Answer) and step.message.HasField("immediate_response"):
+                    self._director.rejected(Reason.BODY_TOO_LARGE)
+                if isinstance(step, Abort):
+                    await self._abort(context, step.reason)
+                else:
+                    await context.write(step.message)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:  # whatever it was, the stream must end with a status: then Envoy fails open
+            self._log.exception("ext-proc stream failed")
+            await self._abort(context, "internal_error")
+        finally:
+            if decision_id is not None:
+                self._director.finished(decision_id)
+            self._leave()
+
+    async def _abort(self, context: Any, reason: str) -> None:
+        self._aborts.labels(reason).inc()
+        await context.abort(grpc.StatusCode.INTERNAL, reason)
+
+    def _enter(self) -> None:
+        self._streams += 1
+        self._open.inc()
+        self._idle.clear()
+
+    def _leave(self) -> None:
+        self._streams -= 1
+        self._open.dec()
+        if self._streams == 0:
+            self._idle.set()
