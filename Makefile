@@ -1,0 +1,74 @@
+# Every target sets up what it needs in .venv from the hash-pinned locks; a second run finds it done.
+#
+#   make demo    the whole system on this machine with simulated model servers   SECONDS=36 JSON=file RATE=… SEED=…
+#   make up      the same in front of your own servers   ENDPOINTS="http://host:8000;hardware_class=h100 …" PORT=8080
+#   make test    every test          make check   format, lint, types, imports, unit tests
+#   make bench   every benchmark, short, as JSON       make lock    write requirements/*.lock anew
+
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+LOCKS := router collector trainer predictor local dev
+
+export ORT_DISABLE_TELEMETRY := 1
+export OMP_NUM_THREADS := 1
+unexport PYTHONPATH
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo up test check lock bench clean
+
+help:
+	@sed -n '2,/^$$/s/^# \{0,2\}//p' Makefile
+
+setup: $(VENV)/.dev
+
+demo: $(VENV)/.local
+	@$(BIN)/leadtime demo $(if $(SECONDS),--seconds $(SECONDS)) $(if $(RATE),--rate $(RATE)) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
+
+up: $(VENV)/.local
+	@$(BIN)/leadtime up $(foreach endpoint,$(ENDPOINTS),--endpoint '$(endpoint)') $(if $(PORT),--port $(PORT)) $(if $(API),--api $(API))
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit
+
+# One benchmark after the other: each wants the machine for itself.
+bench: $(VENV)/.dev
+	@for benchmark in $(filter-out bench/__init__.py,$(wildcard bench/*.py)); do \
+	  $(BIN)/python $$benchmark --quick || exit 1; done
+
+# The interpreter's version is checked before anything is made, so that the message is ours and not a resolver's.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Leadtime needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Name another with: make PYTHON=python3.12 …")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.local: requirements/local.lock pyproject.toml | $(BIN)/python
+	@echo "installing the pinned packages into $(VENV)"
+	@$(PIP) install --require-hashes -r requirements/local.lock
+	@$(PIP) install --no-deps -e .
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.lock pyproject.toml | $(BIN)/python
+	@echo "installing the pinned packages and the test tools into $(VENV)"
+	@$(PIP) install --require-hashes -r requirements/dev.lock
+	@$(PIP) install --no-deps -e .
+	@touch $@ $(VENV)/.local
+
+# uv resolves for every platform at once; the locks name no registry, so they install from whichever pip is told to use.
+lock: | $(BIN)/python
+	@$(PYTHON) -m venv $(VENV)/lock && $(VENV)/lock/bin/python -m pip --quiet --quiet install uv==0.13.9
+	@for extra in $(LOCKS); do \
+	  $(VENV)/lock/bin/uv --quiet pip compile pyproject.toml --extra $$extra --universal --python-version 3.11 \
+	    --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+	    --output-file requirements/$$extra.lock || exit 1; done
+
+clean:
+	rm -rf $(VENV) .run .mypy_cache .ruff_cache .import_linter_cache .hypothesis
