@@ -2,7 +2,8 @@
 
 A bundle is one immutable blob: a manifest and one ONNX graph per rendering. The trainer packs it; predictors and
 routers unseal, verify and load it. Nothing is unpickled, ever; a graph with external data, a blob over the cap, a
-wrong hash or a missing signature is refused before ONNX Runtime sees a byte.
+wrong hash or a missing signature is refused before ONNX Runtime sees a byte. `BundleGate` is the reader's side of the
+pointer: which version to fetch and whether what came may be served; the watchers of predictor and router both use it.
 
 Sealed layout: magic `LTS1` · sha256(payload) · HMAC-SHA256(key, payload), or 32 zeros without a key · payload.
 Bundle payload: u32 little-endian length of the manifest · manifest JSON · renderings in the manifest's order.
@@ -10,12 +11,16 @@ Bundle payload: u32 little-endian length of the manifest · manifest JSON · ren
 
 import hashlib
 import hmac
+import re
 import struct
+from collections.abc import Sequence
+from enum import StrEnum
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shared.errors import FieldError, IntegrityError
+from shared.errors import ContractError, FieldError, IntegrityError
+from shared.features import SCHEMA, Schema
 from shared.prediction import OUTPUTS
 
 MAX_BUNDLE_BYTES: Final = 64 * 1024 * 1024
@@ -51,6 +56,11 @@ def unseal(blob: bytes, key: bytes | None, *, max_bytes: int = MAX_BUNDLE_BYTES)
     return payload
 
 
+_VERSION_PATTERN: Final = r"^[0-9]{13}-[0-9a-f]{8}$"
+# How ONNX spells a tensor's file: an entry (field 1, 8 bytes) with the key "location".
+_EXTERNAL_DATA: Final = b"\n\x08location"
+
+
 class TargetMetrics(BaseModel):
     """Held-out errors of one target. `mape` and `bias` are ratios; None without held-out samples."""
 
@@ -77,7 +87,7 @@ class BundleManifest(BaseModel):
 
     format: Literal[1] = 1
     pool: str
-    version: Annotated[str, Field(pattern=r"^[0-9]{13}-[0-9a-f]{8}$")]
+    version: Annotated[str, Field(pattern=_VERSION_PATTERN)]
     schema_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     features: list[str]
     outputs: list[str]
@@ -128,7 +138,7 @@ def unpack(payload: bytes, *, pool: str, schema_hash: str) -> Bundle:
         raise FieldError("manifest.pool", manifest.pool, pool)
     if manifest.schema_hash != schema_hash:
         raise FieldError("manifest.schema_hash", manifest.schema_hash, schema_hash)
-    if not manifest.outputs or not set(manifest.outputs) <= set(OUTPUTS):
+    if not manifest.outputs or not set(manifest.outputs) <= set(OUTPUTS) or _repeats(manifest.outputs):
         raise FieldError("manifest.outputs", ", ".join(manifest.outputs)[:200], ", ".join(OUTPUTS))
     graphs: dict[RenderingName, bytes] = {}
     offset = 4 + length
@@ -136,13 +146,117 @@ def unpack(payload: bytes, *, pool: str, schema_hash: str) -> Bundle:
         graph = payload[offset : offset + rendering.size_bytes]
         if hashlib.sha256(graph).hexdigest() != rendering.sha256:
             raise IntegrityError(f"rendering {rendering.name} is damaged: its hash doesn't match the manifest's")
+        if _EXTERNAL_DATA in graph:
+            raise IntegrityError(f"rendering {rendering.name} keeps data outside its graph")
         graphs[rendering.name] = graph
         offset += rendering.size_bytes
+    if _repeats([rendering.name for rendering in manifest.renderings]):
+        raise FieldError("manifest.renderings", "a name twice", "each rendering once")
     if offset != len(payload):
         raise IntegrityError(f"bundle has {len(payload) - offset} bytes too many")
     if "tree_ensemble" not in graphs:
         raise FieldError("manifest.renderings", ", ".join(graphs) or "none", "a list with tree_ensemble")
     return Bundle(manifest, graphs)
+
+
+def _repeats(names: Sequence[str]) -> bool:
+    return len(set(names)) != len(names)
+
+
+class Refusal(StrEnum):
+    """Why a bundle isn't served: a metric's label."""
+
+    POINTER = "pointer"
+    MISSING = "missing"
+    INTEGRITY = "integrity"
+    MANIFEST = "manifest"
+    LOAD = "load"
+    DEVICE = "device"
+
+
+class BundleRefusedError(ContractError):
+    """A published bundle that must not be served; the one before stays."""
+
+    def __init__(self, reason: Refusal, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class BundleGate:
+    """One reader's way from a pool's pointer to a verified bundle. No I/O, time as an argument.
+
+    A refused version is left alone for `retry_ms`: a blob is immutable, so fetching it at every look would only burn
+    CPU. A version whose blob is missing may be on its way and is tried at every look.
+    """
+
+    __slots__ = ("_key", "_max_bytes", "_refused", "_retry_ms", "_schema", "pool", "version")
+
+    def __init__(
+        self,
+        pool: str,
+        key: bytes | None,
+        *,
+        schema: Schema = SCHEMA,
+        max_bytes: int = MAX_BUNDLE_BYTES,
+        retry_ms: float = 30_000.0,
+    ) -> None:
+        """`key` verifies the seal's signature where it is set."""
+        self.pool = pool
+        self.version: str | None = None
+        """What is served; None before the first verified bundle."""
+        self._key = key
+        self._schema = schema
+        self._max_bytes = max_bytes
+        self._retry_ms = retry_ms
+        self._refused: tuple[str, float] | None = None
+
+    def wanted(self, pointer: bytes | None, now_ms: float) -> str | None:
+        """The version to fetch for what the pointer holds; None when there is nothing to do.
+
+        No pointer (a store that was emptied) leaves the served bundle in place. Raises BundleRefusedError for a
+        pointer that names no version.
+        """
+        if pointer is None:
+            return None
+        version = pointer.decode("ascii", "replace")
+        if re.fullmatch(_VERSION_PATTERN, version) is None:
+            raise BundleRefusedError(Refusal.POINTER, f"{len(pointer)} bytes that are no version")
+        if version == self.version:
+            return None
+        if self._refused and self._refused[0] == version and now_ms < self._refused[1] + self._retry_ms:
+            return None
+        return version
+
+    def open(self, version: str, blob: bytes | None) -> Bundle:
+        """Sealed bytes → verified bundle; raises BundleRefusedError. Changes nothing, so it may run in a thread."""
+        if blob is None:
+            raise BundleRefusedError(Refusal.MISSING, f"the pointer names {version}, which isn't there")
+        try:
+            payload = unseal(blob, self._key, max_bytes=self._max_bytes)
+            bundle = unpack(payload, pool=self.pool, schema_hash=self._schema.hash)
+        except IntegrityError as error:
+            raise BundleRefusedError(Refusal.INTEGRITY, str(error)) from None
+        except FieldError as error:
+            raise BundleRefusedError(Refusal.MANIFEST, str(error)) from None
+        manifest = bundle.manifest
+        if manifest.version != version:
+            raise BundleRefusedError(
+                Refusal.MANIFEST, f"manifest.version: found {manifest.version}; allowed: {version}"
+            )
+        if tuple(manifest.features) != self._schema.names:
+            raise BundleRefusedError(Refusal.MANIFEST, "manifest.features: not the schema's names in their order")
+        return bundle
+
+    def served(self, version: str) -> None:
+        """The version was loaded and is in use."""
+        self.version = version
+        self._refused = None
+
+    def refused(self, version: str, reason: Refusal, now_ms: float) -> None:
+        """The version can't be used; leave it alone for a while."""
+        if reason is not Refusal.MISSING:
+            self._refused = (version, now_ms)
 
 
 class Calibration(BaseModel):
