@@ -1,0 +1,516 @@
+"""Renders the one Envoy config: typed addresses in, a bootstrap as plain data out. Pure.
+
+Envoy carries the bytes, a router picks the upstream over ext-proc, and each finished request becomes one access-log
+entry to a collector. Python never sees an answer. What each choice does was measured on Envoy 1.40:
+
+- Request body BUFFERED, response headers SKIP, response body NONE: two messages a request. Response trailers SEND
+  keeps the picker's stream open to the end of the request, so that its close is the end (abort included), and sends
+  no message for an answer without trailers.
+- `failure_mode_allow`: a picker that is down, slow or wrong costs the decision, not the request; the pool falls back to
+  round robin.
+- `override_host` reads the pick from metadata only, tries the listed endpoints in order, and writes down the one that
+  served. A client's own headers that would steer are removed before any filter sees them (CONTRACTS §8).
+- `first_content.lua` and the two usage filters write labels into metadata. accept-encoding is removed: an encoded
+  answer blinds them.
+
+Limits: plain HTTP to endpoints, HTTP/1.1; the usage filter for event streams is marked work-in-progress in Envoy 1.40
+and missing before 1.37, as is the first-body-byte time.
+
+Worth watching in Envoy's own stats: `http.ingress.ext_proc.{streams_started,failure_mode_allowed,message_timeouts}`,
+`cluster.picker.{membership_healthy,upstream_rq_pending_overflow}`, `cluster.pool.{upstream_rq_retry,upstream_cx_connect_fail}`,
+`access_logs.grpc_access_log.{logs_written,logs_dropped}`, `http.ingress.lua.first_content.errors`.
+"""
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from shared import names
+from shared.errors import FieldError
+from shared.settings import is_loopback
+
+BODY_LIMIT_BYTES: Final = 32 * 1024 * 1024
+"""Largest request body: BUFFERED holds it whole. Above it the client gets a 413."""
+MESSAGE_TIMEOUT_S: Final = 1.0
+"""What Envoy waits for a picker's answer before it falls back to round robin."""
+MAX_MESSAGE_TIMEOUT_S: Final = 300.0
+"""How far a picker may extend that for a request it holds on purpose (`override_message_timeout`)."""
+LOG_FLUSH_S: Final = 0.1
+UPSTREAM_IDLE_S: Final = 4.0
+"""Below the 5 s after which vLLM's server closes an idle connection: a request never meets a closing one."""
+STREAM_IDLE_S: Final = 900.0
+"""A stream without a byte in either direction for this long is dead; a queued prompt may well take minutes."""
+MAX_EVENT_BYTES: Final = 1024 * 1024
+RETRIES: Final = 2
+
+_TYPE: Final = "type.googleapis.com/envoy."
+_POOL: Final = "pool"
+_PICKER: Final = "picker"
+_COLLECTOR: Final = "collector"
+_API: Final = "api"
+_EXT_PROC: Final = "envoy.filters.http.ext_proc"
+_LUA: Final = "envoy.filters.http.lua"
+_SSE: Final = "envoy.filters.http.sse_to_metadata"
+_JSON: Final = "envoy.filters.http.json_to_metadata"
+
+_EXT_PROC_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+_ACCESS_LOG_SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
+_CREDENTIALS: Final = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key")
+
+# Where the dialects say how many tokens there were (OpenAI chat and completions, responses, Anthropic), and the key
+# it becomes. Of several occurrences the last wins.
+_USAGE_PATHS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
+    (names.USAGE_INPUT, ("usage", "prompt_tokens")),
+    (names.USAGE_OUTPUT, ("usage", "completion_tokens")),
+    (names.USAGE_CACHED, ("usage", "prompt_tokens_details", "cached_tokens")),
+    (names.USAGE_INPUT, ("usage", "input_tokens")),
+    (names.USAGE_OUTPUT, ("usage", "output_tokens")),
+    (names.USAGE_CACHED, ("usage", "input_tokens_details", "cached_tokens")),
+    (names.USAGE_INPUT, ("response", "usage", "input_tokens")),
+    (names.USAGE_OUTPUT, ("response", "usage", "output_tokens")),
+    (names.USAGE_CACHED, ("response", "usage", "input_tokens_details", "cached_tokens")),
+    (names.USAGE_INPUT, ("message", "usage", "input_tokens")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host (name or IP, IPv6 without brackets) and a port; port 0 lets Envoy's own listeners take a free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_ip(self) -> bool:
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAddress:
+    """A router's ext-proc listener, and the port on the same host that answers gRPC health checks."""
+
+    address: Address
+    health_port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvoyConfig:
+    """What one Envoy needs to know of its surroundings."""
+
+    endpoints: tuple[Address, ...]
+    """The pool: model servers that serve the same models."""
+    routers: tuple[RouterAddress, ...]
+    collectors: tuple[Address, ...]
+    api: tuple[Address, ...] = ()
+    """An ordinary service under `/api`, beside the pool; none leaves `/api` to the pool."""
+    listen: Address = Address("127.0.0.1", 0)
+    admin: Address = Address("127.0.0.1", 0)
+    """Envoy's admin interface; on loopback only, since it can stop Envoy."""
+    body_limit_bytes: int = BODY_LIMIT_BYTES
+    log_flush_s: float = LOG_FLUSH_S
+
+    def __post_init__(self) -> None:
+        for field in ("endpoints", "routers", "collectors"):
+            if not getattr(self, field):
+                raise FieldError(field, "none", "at least one address")
+        if not is_loopback(self.admin.host):
+            raise FieldError("admin", self.admin.host, "a loopback address")
+        if not 1024 <= self.body_limit_bytes < 2**32:
+            raise FieldError("body_limit_bytes", str(self.body_limit_bytes), "1024 to 4294967295 bytes")
+
+
+def parse_endpoint(url: str) -> Address:
+    """`http://host:port` → address; raises FieldError for anything that Envoy would not reach as written."""
+    allowed = "http://host:port, without path, query or credentials"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise FieldError("endpoint", f"a URL with {error}", allowed) from None
+    if parts.scheme != "http":
+        raise FieldError("endpoint", f"scheme '{parts.scheme[:16]}'", allowed)
+    if not parts.hostname or port is None or port == 0:
+        raise FieldError("endpoint", "no host or no port", allowed)
+    if parts.path not in {"", "/"} or parts.query or parts.fragment or parts.username or parts.password:
+        raise FieldError("endpoint", "more than host and port", allowed)
+    return Address(parts.hostname, port)
+
+
+def first_content_source() -> str:
+    """Source of the Lua script, inlined so that the bootstrap needs no second file."""
+    return resources.files("deploy.local").joinpath("first_content.lua").read_text(encoding="utf-8")
+
+
+def render(config: EnvoyConfig) -> dict[str, Any]:
+    """The bootstrap, ready for `json.dumps` and `envoy -c`."""
+    clusters = [_pool_cluster(config), _picker_cluster(config), _collector_cluster(config)]
+    if config.api:
+        clusters.append(_api_cluster(config))
+    return {
+        "node": {"id": "leadtime-envoy", "cluster": "leadtime"},
+        "admin": {"address": _socket(config.admin)},
+        "static_resources": {"listeners": [_listener(config)], "clusters": clusters},
+    }
+
+
+def _listener(config: EnvoyConfig) -> dict[str, Any]:
+    manager = _typed(
+        "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        stat_prefix="ingress",
+        stream_idle_timeout=_s(STREAM_IDLE_S),
+        request_headers_timeout=_s(30),
+        server_header_transformation="PASS_THROUGH",
+        use_remote_address=True,
+        preserve_external_request_id=True,
+        normalize_path=True,
+        early_header_mutation_extensions=[_strip_steering_headers()],
+        local_reply_config=_local_replies(),
+        route_config={"name": "all", "virtual_hosts": [_virtual_host(config)]},
+        http_filters=[
+            _named(_EXT_PROC, _ext_proc()),
+            _named(_LUA, _lua()),
+            _named(_SSE, _usage_of_streams()),
+            _named(_JSON, _usage_of_documents()),
+            _named("envoy.filters.http.router", _typed("extensions.filters.http.router.v3.Router")),
+        ],
+        access_log=[_access_log(config)],
+    )
+    return {
+        "name": "ingress",
+        "address": _socket(config.listen),
+        "per_connection_buffer_limit_bytes": config.body_limit_bytes,
+        "filter_chains": [{"filters": [_named("envoy.filters.network.http_connection_manager", manager)]}],
+    }
+
+
+def _strip_steering_headers() -> dict[str, Any]:
+    """Before routing and all filters. Clients' `x-envoy-` headers go too: they would set retries and timeouts."""
+    mutations: list[dict[str, Any]] = [{"remove": name} for name in names.STRIPPED_FROM_CLIENTS]
+    mutations += [
+        {"remove_on_match": {"key_matcher": {"prefix": prefix, "ignore_case": True}}}
+        for prefix in (*names.STRIPPED_PREFIXES, "x-envoy-")
+    ]
+    return _named(
+        "envoy.http.early_header_mutation.header_mutation",
+        _typed("extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation", mutations=mutations),
+    )
+
+
+def _virtual_host(config: EnvoyConfig) -> dict[str, Any]:
+    """`/api` to its ordinary cluster; everything else through the picker, which knows which paths exist."""
+    routes: list[dict[str, Any]] = []
+    if config.api:
+        off = _typed("config.route.v3.FilterConfig", disabled=True)
+        routes.append(
+            {
+                "name": _API,
+                "match": {"path_separated_prefix": "/api"},
+                "route": {"cluster": _API, "timeout": "60s"},
+                "typed_per_filter_config": dict.fromkeys((_EXT_PROC, _LUA, _SSE, _JSON), off),
+            }
+        )
+    routes.append(
+        {
+            "name": _POOL,
+            "match": {"prefix": "/"},
+            "request_headers_to_remove": ["accept-encoding"],
+            "route": {
+                "cluster": _POOL,
+                "timeout": "0s",
+                "retry_policy": {
+                    # Not `reset`: a request that crashed one server is not tried on the next.
+                    "retry_on": "connect-failure,refused-stream,reset-before-request,retriable-status-codes",
+                    "retriable_status_codes": [503],
+                    "num_retries": RETRIES,
+                    # Without it the pick's list wraps round and a dead single pick is tried three times.
+                    "retry_host_predicate": [
+                        _named(
+                            "envoy.retry_host_predicates.previous_hosts",
+                            _typed("extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"),
+                        )
+                    ],
+                    "host_selection_retry_max_attempts": 5,
+                },
+            },
+        }
+    )
+    return {"name": "all", "domains": ["*"], "routes": routes}
+
+
+def _ext_proc() -> dict[str, Any]:
+    return _typed(
+        "extensions.filters.http.ext_proc.v3.ExternalProcessor",
+        grpc_service={"envoy_grpc": {"cluster_name": _PICKER}},
+        message_timeout=_s(MESSAGE_TIMEOUT_S),
+        max_message_timeout=_s(MAX_MESSAGE_TIMEOUT_S),
+        failure_mode_allow=True,
+        processing_mode={
+            "request_header_mode": "SEND",
+            "request_body_mode": "BUFFERED",
+            "request_trailer_mode": "SKIP",
+            "response_header_mode": "SKIP",
+            "response_body_mode": "NONE",
+            "response_trailer_mode": "SEND",
+        },
+        # A picker needs no credential, so it gets none.
+        forward_rules={"disallowed_headers": {"patterns": [{"exact": name} for name in _CREDENTIALS]}},
+        metadata_options={
+            "receiving_namespaces": {"untyped": [names.LB_NAMESPACE, names.METADATA_NAMESPACE]},
+            "forwarding_namespaces": {"untyped": [names.LB_NAMESPACE]},
+        },
+    )
+
+
+def _lua() -> dict[str, Any]:
+    return _typed(
+        "extensions.filters.http.lua.v3.Lua",
+        stat_prefix="first_content",
+        default_source_code={"inline_string": first_content_source()},
+    )
+
+
+def _usage_of_streams() -> dict[str, Any]:
+    parser = _typed(
+        "extensions.content_parsers.json.v3.JsonContentParser",
+        rules=[
+            {"rule": {"selectors": [{"key": part} for part in path], "on_present": _usage_target(key)}}
+            for key, path in _USAGE_PATHS
+        ],
+    )
+    return _typed(
+        "extensions.filters.http.sse_to_metadata.v3.SseToMetadata",
+        response_rules={
+            "max_event_size": MAX_EVENT_BYTES,
+            "content_parser": _named("envoy.content_parsers.json", parser),
+        },
+    )
+
+
+def _usage_of_documents() -> dict[str, Any]:
+    return _typed(
+        "extensions.filters.http.json_to_metadata.v3.JsonToMetadata",
+        response_rules={
+            "rules": [
+                {"selectors": [{"key": part} for part in path], "on_present": _usage_target(key)}
+                for key, path in _USAGE_PATHS
+            ]
+        },
+    )
+
+
+def _usage_target(key: str) -> dict[str, Any]:
+    return {"metadata_namespace": names.USAGE_NAMESPACE, "key": key}
+
+
+def _access_log(config: EnvoyConfig) -> dict[str, Any]:
+    """One entry per finished request to a collector; `/api` has none."""
+    logger = _named(
+        "envoy.access_loggers.http_grpc",
+        _typed(
+            "extensions.access_loggers.grpc.v3.HttpGrpcAccessLogConfig",
+            common_config={
+                "log_name": "leadtime",
+                "transport_api_version": "V3",
+                "grpc_service": {"envoy_grpc": {"cluster_name": _COLLECTOR}},
+                "buffer_flush_interval": _s(config.log_flush_s),
+                "custom_tags": [
+                    {"tag": names.TAG_FIRST_BODY_BYTE_US, "value": "%COMMON_DURATION(US_TX_END:US_RX_BODY_BEG:us)%"},
+                    {"tag": names.TAG_LAST_BYTE_US, "value": "%COMMON_DURATION(US_TX_END:US_RX_END:us)%"},
+                ],
+            },
+        ),
+    )
+    if config.api:
+        match = {"safe_regex": {"regex": r"/api([/?].*)?"}}
+        logger["filter"] = {"header_filter": {"header": {"name": ":path", "string_match": match, "invert_match": True}}}
+    return logger
+
+
+def _local_replies() -> dict[str, Any]:
+    """Envoy's own errors in OpenAI's shape. Those that a picker sends (400, 404, 429 …) have their body already."""
+
+    def body(kind: str, code: str, message: str) -> dict[str, Any]:
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        return {"json_format": {"error": error}, "content_type": "application/json"}
+
+    too_large = _named(
+        "envoy.access_loggers.extension_filters.cel",
+        _typed(
+            "extensions.access_loggers.filters.cel.v3.ExpressionFilter",
+            expression='response.code_details == "request_payload_too_large"',
+        ),
+    )
+    return {
+        "mappers": [
+            {
+                "filter": {"extension_filter": too_large},
+                "body_format_override": body(
+                    "invalid_request_error", "request_too_large", "The request's body is over the limit."
+                ),
+            },
+            {
+                "filter": {"response_flag_filter": {"flags": ["UH", "UF", "UO", "UC", "URX", "NC", "UMSDR"]}},
+                "body_format_override": body(
+                    "server_error", "upstream_unavailable", "No endpoint could answer: %RESPONSE_CODE_DETAILS%"
+                ),
+            },
+        ]
+    }
+
+
+def _pool_cluster(config: EnvoyConfig) -> dict[str, Any]:
+    override = _typed(
+        "extensions.load_balancing_policies.override_host.v3.OverrideHost",
+        override_host_sources=[{"metadata": {"key": names.LB_NAMESPACE, "path": [{"key": names.DESTINATION}]}}],
+        selected_host_key={"key": names.LB_NAMESPACE, "path": [{"key": names.DESTINATION_SERVED}]},
+        fallback_policy=_policies(_typed("extensions.load_balancing_policies.round_robin.v3.RoundRobin")),
+    )
+    return {
+        "name": _POOL,
+        **_membership(_POOL, [_endpoint(address) for address in config.endpoints], config.endpoints),
+        "connect_timeout": "1s",
+        "load_balancing_policy": _policies(override),
+        "circuit_breakers": _no_limits(),
+        # Only connections that fail put an endpoint aside: a 503 may mean "busy", which is the router's to judge.
+        "outlier_detection": {
+            "split_external_local_origin_errors": True,
+            "consecutive_local_origin_failure": 3,
+            "enforcing_consecutive_5xx": 0,
+            "enforcing_consecutive_gateway_failure": 0,
+            "enforcing_success_rate": 0,
+            "enforcing_local_origin_success_rate": 0,
+            "interval": "1s",
+            "base_ejection_time": "2s",
+            "max_ejection_time": "10s",
+            "max_ejection_percent": 50,
+        },
+        "upstream_connection_options": {"tcp_keepalive": {"keepalive_time": 30, "keepalive_interval": 5}},
+        "typed_extension_protocol_options": _protocol(
+            common_http_protocol_options={"idle_timeout": _s(UPSTREAM_IDLE_S)},
+            explicit_http_config={"http_protocol_options": {}},
+        ),
+    }
+
+
+def _picker_cluster(config: EnvoyConfig) -> dict[str, Any]:
+    """Routers: each is one process with one core, so Envoy balances over them and drops one that doesn't answer."""
+    members = [
+        {"endpoint": {"address": _socket(router.address), "health_check_config": {"port_value": router.health_port}}}
+        for router in config.routers
+    ]
+    return {
+        "name": _PICKER,
+        **_membership(_PICKER, members, [router.address for router in config.routers]),
+        **_grpc_cluster(_EXT_PROC_SERVICE),
+        "load_balancing_policy": _policies(
+            _typed("extensions.load_balancing_policies.least_request.v3.LeastRequest", choice_count=2)
+        ),
+        "outlier_detection": {
+            "split_external_local_origin_errors": True,
+            "consecutive_local_origin_failure": 3,
+            "enforcing_success_rate": 0,
+            "enforcing_local_origin_success_rate": 0,
+            "interval": "1s",
+            "base_ejection_time": "1s",
+            "max_ejection_time": "5s",
+            "max_ejection_percent": 100,
+        },
+    }
+
+
+def _collector_cluster(config: EnvoyConfig) -> dict[str, Any]:
+    members = [_endpoint(address) for address in config.collectors]
+    return {
+        "name": _COLLECTOR,
+        **_membership(_COLLECTOR, members, config.collectors),
+        **_grpc_cluster(_ACCESS_LOG_SERVICE),
+        "load_balancing_policy": _policies(_typed("extensions.load_balancing_policies.round_robin.v3.RoundRobin")),
+    }
+
+
+def _api_cluster(config: EnvoyConfig) -> dict[str, Any]:
+    return {
+        "name": _API,
+        **_membership(_API, [_endpoint(address) for address in config.api], config.api),
+        "connect_timeout": "1s",
+    }
+
+
+def _grpc_cluster(health_service: str) -> dict[str, Any]:
+    """HTTP/2 with keep-alive, gRPC health checks of one service name, and no limit that a busy hour would meet."""
+    return {
+        "connect_timeout": "0.25s",
+        "circuit_breakers": _no_limits(),
+        "health_checks": [
+            {
+                "timeout": "1s",
+                "interval": "1s",
+                "no_traffic_interval": "1s",
+                "unhealthy_threshold": 2,
+                "healthy_threshold": 1,
+                "grpc_health_check": {"service_name": health_service},
+            }
+        ],
+        "typed_extension_protocol_options": _protocol(
+            explicit_http_config={
+                "http2_protocol_options": {"connection_keepalive": {"interval": "5s", "timeout": "2s"}}
+            }
+        ),
+    }
+
+
+def _membership(cluster: str, members: list[dict[str, Any]], addresses: Sequence[Address]) -> dict[str, Any]:
+    """Hosts of a cluster; one name among the addresses makes it a DNS cluster."""
+    static = all(address.is_ip for address in addresses)
+    discovery: dict[str, Any] = {"type": "STATIC"} if static else {"type": "STRICT_DNS", "dns_refresh_rate": "5s"}
+    return {**discovery, "load_assignment": {"cluster_name": cluster, "endpoints": [{"lb_endpoints": members}]}}
+
+
+def _no_limits() -> dict[str, Any]:
+    """Envoy's defaults (1024 requests) would refuse what the router admitted."""
+    limits = dict.fromkeys(("max_connections", "max_pending_requests", "max_requests", "max_retries"), 100_000)
+    return {"thresholds": [limits]}
+
+
+def _policies(policy: dict[str, Any]) -> dict[str, Any]:
+    name = policy["@type"].rsplit(".", 1)[1]
+    return {"policies": [{"typed_extension_config": _named(name, policy)}]}
+
+
+def _protocol(**options: Any) -> dict[str, Any]:
+    return {
+        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": _typed(
+            "extensions.upstreams.http.v3.HttpProtocolOptions", **options
+        )
+    }
+
+
+def _endpoint(address: Address) -> dict[str, Any]:
+    return {"endpoint": {"address": _socket(address)}}
+
+
+def _socket(address: Address) -> dict[str, Any]:
+    return {"socket_address": {"address": address.host, "port_value": address.port}}
+
+
+def _named(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "typed_config": config}
+
+
+def _typed(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"@type": _TYPE + kind, **fields}
+
+
+def _s(seconds: float) -> str:
+    """Protobuf's JSON form of a duration."""
+    return f"{seconds:g}s"

@@ -1,0 +1,168 @@
+"""A model server that plays a script over real HTTP/1.1: which bytes go out, and how long after the request.
+
+It controls what a simulated model server would not: every write by itself, at a stated instant, with TCP_NODELAY, so
+that a test knows the true first-content instant and where the network splits an event.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One answer. `writes` are (milliseconds after the request was read, bytes) in order; headers go out at once."""
+
+    writes: Sequence[tuple[float, bytes]]
+    status: int = 200
+    content_type: str = "text/event-stream; charset=utf-8"
+    headers: tuple[tuple[str, str], ...] = ()
+    header_delay_ms: float = 0.0
+    dies: bool = False
+    """Reset the connection after the last write instead of ending the answer."""
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(data for _, data in self.writes)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A request as it arrived."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass
+class FakeModelServer:
+    """Plays `choose(request)` for each request."""
+
+    choose: Callable[[Seen], Script]
+    requests: list[Seen] = field(default_factory=list)
+    aborted: int = 0
+    address: str = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            while (seen := await _read_request(reader)) is not None:
+                self.requests.append(seen)
+                if not await self._play(self.choose(seen), reader, writer):
+                    break
+        except (OSError, asyncio.IncompleteReadError):
+            self.aborted += 1
+        finally:
+            writer.close()
+
+    async def _play(self, script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        await asyncio.sleep(script.header_delay_ms / 1e3)
+        lines = [f"HTTP/1.1 {script.status} X", f"content-type: {script.content_type}", "transfer-encoding: chunked"]
+        lines += [f"{name}: {value}" for name, value in script.headers]
+        writer.write("\r\n".join([*lines, "", ""]).encode())
+        for at_ms, data in script.writes:
+            while (left := begin + at_ms / 1e3 - loop.time()) > 0:
+                await asyncio.sleep(left)
+            if reader.at_eof() or writer.is_closing():
+                self.aborted += 1
+                return False
+            writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+            await writer.drain()
+        if script.dies:
+            writer.transport.abort()
+            return False
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        return True
+
+
+async def _read_request(reader: asyncio.StreamReader) -> Seen | None:
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except (asyncio.IncompleteReadError, OSError):
+        return None
+    first, *lines = head.decode("latin-1").split("\r\n")
+    method, path, _ = first.split(" ", 2)
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+    if headers.get("transfer-encoding") == "chunked":
+        body = b""
+        while (size := int(await reader.readline(), 16)) > 0:
+            body += await reader.readexactly(size)
+            await reader.readexactly(2)
+        await reader.readline()
+    else:
+        body = await reader.readexactly(int(headers.get("content-length", "0")))
+    return Seen(method, path, headers, body)
+
+
+@contextlib.asynccontextmanager
+async def fake_model_server(choose: Callable[[Seen], Script]) -> AsyncIterator[FakeModelServer]:
+    """A running fake model server on a free loopback port; `address` is its `ip:port`."""
+    fake = FakeModelServer(choose)
+    connections: set[asyncio.Task[None]] = set()
+
+    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        try:
+            await fake.serve(reader, writer)
+        finally:
+            connections.discard(task)
+
+    server = await asyncio.start_server(connection, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()[:2]
+    fake.address = f"{host}:{port}"
+    try:
+        yield fake
+    finally:
+        server.close()
+        for task in tuple(connections):
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+
+def event(document: Any, *, end: str = "\n") -> bytes:
+    """One server-sent event with this JSON document, written as compactly as vLLM does."""
+    return f"data: {json.dumps(document, separators=(',', ':'))}{end}{end}".encode()
+
+
+def chat(delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """One chat completion chunk."""
+    return {"id": "c", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": delta, **more}]}
+
+
+ROLE = chat({"role": "assistant", "content": ""})
+USAGE = {
+    "choices": [],
+    "usage": {"prompt_tokens": 30, "completion_tokens": 21, "prompt_tokens_details": {"cached_tokens": 16}},
+}
+DONE = b"data: [DONE]\n\n"
+
+
+def stream_script(
+    first: Sequence[tuple[float, bytes]] = ((400.0, event(chat({"content": "tok"}))),),
+    before: Sequence[tuple[float, bytes]] = ((100.0, event(ROLE)),),
+    *,
+    tokens: int = 20,
+    gap_ms: float = 10.0,
+    usage: bool = True,
+    **options: Any,
+) -> Script:
+    """`before`, then `first`, then `tokens` more content events `gap_ms` apart, then usage and the end mark."""
+    start_ms = first[-1][0]
+    writes = [*before, *first]
+    writes += [(start_ms + gap_ms * n, event(chat({"content": f" t{n}"}))) for n in range(1, tokens + 1)]
+    end_ms = start_ms + gap_ms * tokens
+    if usage:
+        writes.append((end_ms, event(USAGE)))
+    writes.append((end_ms, DONE))
+    return Script(writes, **options)
