@@ -10,7 +10,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ep
 from envoy.type.v3 import http_status_pb2
 from google.protobuf import struct_pb2
 
-from services.router.errors import Rejection
+from services.router.request.errors import RequestRejected
 from shared.names import (
     DECISION_ID,
     DESTINATION,
@@ -122,11 +122,9 @@ def _header(name: str, value: str) -> base_pb2.HeaderValueOption:
     )
 
 
-def immediate(rejection: Rejection) -> ep.ProcessingResponse:
+def immediate(rejection: RequestRejected) -> ep.ProcessingResponse:
     """A rejection as Envoy's immediate response, in whichever phase it falls."""
     headers = [_header("content-type", "application/json"), _header(REASON, rejection.reason.value)]
-    if rejection.retry_after_s is not None:
-        headers.append(_header("retry-after", str(rejection.retry_after_s)))
     return ep.ProcessingResponse(
         immediate_response=ep.ImmediateResponse(
             status=http_status_pb2.HttpStatus(code=rejection.status),

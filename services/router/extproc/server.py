@@ -14,9 +14,9 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ep
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from services.router.errors import Reason, Rejection
 from services.router.extproc.messages import RequestHead, Routed
 from services.router.extproc.stream import Abort, Answer, Decide, Stream
+from services.router.request.errors import RejectReason, RequestRejected
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _METHOD: Final = "Process"
@@ -26,11 +26,11 @@ HEALTH_SERVICES: Final = ("", "liveness", "readiness", SERVICE)
 class Director(Protocol):
     """What the edge needs of the conductor."""
 
-    async def decide(self, head: RequestHead, body: bytes | None) -> Routed | Rejection: ...
+    async def decide(self, head: RequestHead, body: bytes | None) -> Routed | RequestRejected: ...
 
-    def finished(self, decision_id: str) -> None: ...
+    def finished(self, decision_id: str, *, completed: bool) -> None: ...
 
-    def rejected(self, reason: Reason) -> None: ...
+    def rejected(self, reason: RejectReason) -> None: ...
 
 
 class ExtProcServer:
@@ -110,6 +110,7 @@ class ExtProcServer:
         # ledger must be told at once.
         stream = Stream(self._max_body_bytes)
         decision_id: str | None = None
+        completed = True
         self._enter()
         try:
             while (message := await context.read()) is not grpc.aio.EOF:
@@ -120,19 +121,20 @@ class ExtProcServer:
                         decision_id = result.decision_id
                     step = stream.decided(result)
                 elif isinstance(step, Answer) and step.message.HasField("immediate_response"):
-                    self._director.rejected(Reason.BODY_TOO_LARGE)
+                    self._director.rejected(RejectReason.BODY_TOO_LARGE)
                 if isinstance(step, Abort):
                     await self._abort(context, step.reason)
                 else:
                     await context.write(step.message)
         except (asyncio.CancelledError, grpc.aio.AbortError):
+            completed = False
             raise
         except Exception:  # whatever it was, the stream must end with a status: then Envoy fails open
             self._log.exception("ext-proc stream failed")
             await self._abort(context, "internal_error")
         finally:
             if decision_id is not None:
-                self._director.finished(decision_id)
+                self._director.finished(decision_id, completed=completed)
             self._leave()
 
     async def _abort(self, context: Any, reason: str) -> None:

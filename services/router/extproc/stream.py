@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from services.router.errors import Reason, Rejection
 from services.router.extproc import messages
 from services.router.extproc.messages import BodyMode, RequestHead, Routed
+from services.router.request.errors import BodyTooLarge, RequestRejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class Stream:
             return Answer(messages.CONTINUE_RESPONSE_TRAILERS)
         return Abort(f"unexpected_{kind}")
 
-    def decided(self, result: Routed | Rejection) -> Answer:
+    def decided(self, result: Routed | RequestRejected) -> Answer:
         """The result of the last Decide → the message that answers its phase."""
-        if isinstance(result, Rejection):
+        if isinstance(result, RequestRejected):
             return Answer(messages.immediate(result))
         return Answer(messages.routed_body(result) if self._reply_to_body else messages.routed_headers(result))
 
@@ -90,7 +90,7 @@ class Stream:
         if length is not None and length > self._max_body_bytes:
             # Said before the upload, not after it.
             self._phase = _Phase.ANSWERED
-            return Answer(messages.immediate(too_large(self._max_body_bytes)))
+            return Answer(messages.immediate(BodyTooLarge(self._max_body_bytes)))
         self._phase = _Phase.BODY
         return Answer(messages.CONTINUE_REQUEST_HEADERS)
 
@@ -101,10 +101,5 @@ class Stream:
         self._reply_to_body = True
         body = message.request_body.body
         if len(body) > self._max_body_bytes:
-            return Answer(messages.immediate(too_large(self._max_body_bytes)))
+            return Answer(messages.immediate(BodyTooLarge(self._max_body_bytes)))
         return Decide(self._head, body)
-
-
-def too_large(limit_bytes: int) -> Rejection:
-    """The 413 of a body over the limit."""
-    return Rejection(413, Reason.BODY_TOO_LARGE, f"the request body is over the limit of {limit_bytes} bytes")

@@ -1,0 +1,239 @@
+"""The conductor: one request, top to bottom (DESIGN §2, steps 2–7).
+
+parse → snapshot → features → one prediction for all candidates → filters, scorers, picker → answer and ledger. All its
+inputs are handed in; it does no I/O of its own but awaits the prediction.
+
+Fails open: whatever goes wrong after parsing, a request gets the least loaded endpoint and the fault is counted. Only a
+request that can't be understood, or a pool without an endpoint, is answered by the router itself.
+"""
+
+import secrets
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+
+from services.router.decision_id import uuid7
+from services.router.decisions import DecisionLog, DecisionRecord, PredictionError
+from services.router.extproc.messages import RequestHead, Routed
+from services.router.metrics import RouterMetrics
+from services.router.predict.ladder import Ladder
+from services.router.predict.types import Prediction
+from services.router.request.errors import RejectReason, RequestRejected
+from services.router.request.inference_request import InferenceRequest
+from services.router.request.parse import is_inference_path, parse
+from services.router.scheduling.interfaces import Context
+from services.router.scheduling.pipeline import Decision, Pipeline
+from services.router.state.pool import PoolState
+from services.router.state.snapshot import Candidates
+from shared.clock import Clock
+from shared.features import SCHEMA, FloatMatrix
+from shared.samples import (
+    DECISION_VERSION,
+    DecisionMetadata,
+    LatencySample,
+    ListedEndpoint,
+    Rung,
+    encode_decision,
+    encode_row,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectorOptions:
+    """The conductor's part of the settings."""
+
+    pool: str
+    listed_endpoints: int
+    predict_deadline_ms: float
+    trust_request_headers: bool
+
+
+class Director:
+    """Decides each request; told of its end by the edge and of its outcome by the bus."""
+
+    def __init__(
+        self,
+        options: DirectorOptions,
+        state: PoolState,
+        ladder: Ladder,
+        pipeline: Pipeline,
+        metrics: RouterMetrics,
+        clock: Clock,
+        rng: np.random.Generator,
+    ) -> None:
+        self._options = options
+        self._state = state
+        self._ladder = ladder
+        self._metrics = metrics
+        self._clock = clock
+        self._rng = rng
+        self._log = structlog.get_logger()
+        self.pipeline = pipeline
+        self.decisions = DecisionLog()
+        self.ttft_error = PredictionError()
+
+    async def decide(self, head: RequestHead, body: bytes | None) -> Routed | RequestRejected:
+        """Find endpoints for one request; never raises for what a client sent."""
+        received_ms = self._clock.monotonic_ms()
+        received_unix_ms = self._clock.unix_ms()
+        try:
+            if body is None or not is_inference_path(head.route):
+                return self._pass_through(head, received_unix_ms)
+            request = parse(head.route, head.headers, body, self._state.tokens, self._options.trust_request_headers)
+            parsed_ms = self._clock.monotonic_ms()
+            self._metrics.stage("parse", parsed_ms - received_ms)
+            return await self._route(request, head, received_ms, received_unix_ms)
+        except RequestRejected as rejection:
+            self.rejected(rejection.reason)
+            return rejection
+
+    async def _route(
+        self, request: InferenceRequest, head: RequestHead, received_ms: float, received_unix_ms: float
+    ) -> Routed:
+        candidates, prefix = self._state.snapshot(request, head.subset, received_ms)
+        rows = self._rows(request, candidates)
+        started_ms = self._clock.monotonic_ms()
+        self._metrics.stage("features", started_ms - received_ms)
+        prediction = await self._ladder.predict(
+            rows,
+            candidates.addresses,
+            candidates.uncached_tokens + candidates.pending_uncached_tokens,
+            self._options.predict_deadline_ms,
+        )
+        predicted_ms = self._clock.monotonic_ms()
+        self._metrics.stage("predict", predicted_ms - started_ms)
+        decision = self._schedule(request, candidates, prediction, predicted_ms - received_ms)
+        now_ms = self._clock.monotonic_ms()
+        self._metrics.stage("policy", now_ms - predicted_ms)
+
+        decision_id = uuid7(received_unix_ms, secrets.randbits(74))
+        first = decision.order[0]
+        self._state.dispatch(
+            decision_id,
+            candidates.addresses[first],
+            request,
+            prefix,
+            predicted_ttft_ms=_at(prediction, "ttft_p50", first),
+            now_ms=now_ms,
+        )
+        routed = self._answer(
+            decision_id, request, candidates, rows, prediction, decision, received_ms, received_unix_ms
+        )
+        self._metrics.decided(request.model, prediction, self._clock.monotonic_ms() - received_ms)
+        return routed
+
+    def _rows(self, request: InferenceRequest, candidates: Candidates) -> FloatMatrix:
+        expected = self._state.expected_output_tokens(request)
+        return SCHEMA.rows(
+            len(candidates),
+            {
+                **candidates.columns(),
+                "input_tokens": request.input_tokens,
+                "expected_output_tokens": expected or 0.0,
+                "expected_output_tokens_known": 0.0 if expected is None else 1.0,
+            },
+        )
+
+    def _schedule(
+        self, request: InferenceRequest, candidates: Candidates, prediction: Prediction | None, elapsed_ms: float
+    ) -> Decision:
+        context = Context(
+            request, candidates, prediction, self._rng, elapsed_ms, self._state.expected_output_tokens(request)
+        )
+        try:
+            return self.pipeline.run(context, self._options.listed_endpoints)
+        except Exception:  # a plugin's fault must not cost the request
+            self._log.exception("scheduling failed")
+            self._metrics.scheduling_failed()
+            return _least_loaded(candidates, self._options.listed_endpoints)
+
+    def _answer(
+        self,
+        decision_id: str,
+        request: InferenceRequest,
+        candidates: Candidates,
+        rows: FloatMatrix,
+        prediction: Prediction | None,
+        decision: Decision,
+        received_ms: float,
+        received_unix_ms: float,
+    ) -> Routed:
+        decision_ms = self._clock.monotonic_ms() - received_ms
+        rung = prediction.rung if prediction else Rung.HEURISTIC
+        bundle_version = prediction.bundle_version if prediction else None
+        metadata = DecisionMetadata(
+            version=DECISION_VERSION,
+            decision_id=decision_id,
+            pool=self._options.pool,
+            model=request.model,
+            received_unix_ms=received_unix_ms,
+            queue_ms=0.0,
+            decision_ms=decision_ms,
+            ttft_slo_ms=request.slo.ttft_ms,
+            tpot_slo_ms=request.slo.tpot_ms,
+            priority=request.priority,
+            rung=rung,
+            bundle_version=bundle_version,
+            schema_hash=SCHEMA.hash,
+            propensity=decision.propensity,
+            streamed=request.streamed,
+            endpoints=tuple(
+                ListedEndpoint(candidates.addresses[i], encode_row(rows[i]), prediction.of(i) if prediction else None)
+                for i in decision.order
+            ),
+        )
+        self.decisions.add(
+            DecisionRecord(
+                decision_id=decision_id,
+                received_unix_ms=received_unix_ms,
+                model=request.model,
+                input_tokens=request.input_tokens,
+                profile=self.pipeline.name,
+                rung=rung,
+                bundle_version=bundle_version,
+                propensity=decision.propensity,
+                decision_ms=decision_ms,
+                addresses=candidates.addresses,
+                order=decision.order,
+                rows=rows,
+                predictions=prediction.columns if prediction else {},
+                scores=decision.scores,
+                notes=decision.notes,
+            )
+        )
+        return Routed(tuple(candidates.addresses[i] for i in decision.order), decision_id, encode_decision(metadata))
+
+    def _pass_through(self, head: RequestHead, received_unix_ms: float) -> Routed:
+        """A request that names no model (`GET /v1/models`, files): the least loaded endpoint, nothing learned."""
+        candidates = self._state.any_candidates(head.subset, self._clock.monotonic_ms())
+        decision = _least_loaded(candidates, self._options.listed_endpoints)
+        self._metrics.passed_through()
+        destinations = tuple(candidates.addresses[i] for i in decision.order)
+        return Routed(destinations, uuid7(received_unix_ms, secrets.randbits(74)), None)
+
+    def finished(self, decision_id: str, *, completed: bool) -> None:
+        """The request is over, however it ended: out of the ledger."""
+        self._state.finish(decision_id, self._clock.monotonic_ms(), completed=completed)
+
+    def rejected(self, reason: RejectReason) -> None:
+        self._metrics.rejected(reason)
+
+    def observe(self, sample: LatencySample) -> None:
+        """An outcome came back."""
+        self._state.observe_outcome(sample, self._clock.monotonic_ms())
+        self.decisions.observe(sample)
+        predicted = (sample.prediction or {}).get("ttft_p50")
+        if predicted and predicted > 0 and sample.ttft_ms:
+            self.ttft_error.observe(predicted, sample.ttft_ms)
+
+
+def _at(prediction: Prediction | None, output: str, candidate: int) -> float | None:
+    column = prediction.get(output) if prediction else None
+    return None if column is None else float(column[candidate])
+
+
+def _least_loaded(candidates: Candidates, count: int) -> Decision:
+    load = candidates.pending_requests + candidates.decoding_requests
+    order = tuple(int(i) for i in np.argsort(load, kind="stable")[:count])
+    return Decision(order=order, propensity=1.0, scores={}, notes=("least_loaded",))

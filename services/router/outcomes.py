@@ -1,0 +1,83 @@
+"""Outcomes coming back: a plain NATS subscription to the pool's samples (CONTRACTS §3).
+
+Every router sees every outcome of its pool and corrects its own view by it. No acknowledgements: what is lost while
+NATS is away is lost to the router and kept for the trainer.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import nats
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from shared.errors import FieldError
+from shared.names import samples_subject
+from shared.samples import LatencySample, decode_sample
+
+
+class OutcomeSubscriber:
+    """Feeds each sample of the pool to `observe`. Waits for NATS as long as it takes, and comes back with it."""
+
+    def __init__(
+        self,
+        pool: str,
+        options: dict[str, Any],
+        observe: Callable[[LatencySample], None],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._pool = pool
+        self._options = options
+        self._observe = observe
+        self._log = structlog.get_logger()
+        self._received = Counter("leadtime_router_outcomes_total", "Outcomes read back.", ["result"], registry=registry)
+        self._connected = Gauge(
+            "leadtime_router_nats_connected", "Whether NATS is connected, 0 or 1.", registry=registry
+        )
+        self._client: Client | None = None
+
+    async def run(self) -> None:
+        """Subscribe and stay until cancelled."""
+        delay_s = 0.2
+        while self._client is None:
+            try:
+                self._client = await nats.connect(
+                    **self._options,
+                    name="leadtime-router",
+                    disconnected_cb=self._on_disconnect,
+                    reconnected_cb=self._on_reconnect,
+                    error_cb=self._on_error,
+                )
+            except (OSError, nats.errors.Error, TimeoutError) as error:
+                self._log.info("waiting for nats", error=type(error).__name__)
+                await asyncio.sleep(delay_s)
+                delay_s = min(5.0, delay_s * 2)
+        self._connected.set(1)
+        await self._client.subscribe(samples_subject(self._pool), cb=self._on_sample)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            with contextlib.suppress(Exception):  # closing a connection that is already gone
+                await self._client.close()
+
+    async def _on_sample(self, message: Msg) -> None:
+        try:
+            sample = decode_sample(message.data)
+        except FieldError:
+            self._received.labels("invalid").inc()
+            return
+        self._received.labels("ok").inc()
+        self._observe(sample)
+
+    async def _on_disconnect(self) -> None:
+        self._connected.set(0)
+
+    async def _on_reconnect(self) -> None:
+        self._connected.set(1)
+
+    async def _on_error(self, error: Exception) -> None:
+        self._log.info("nats error", error=type(error).__name__)

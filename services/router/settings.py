@@ -1,0 +1,54 @@
+"""The router's settings, from the environment with the prefix LEADTIME_ROUTER_."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import SettingsConfigDict
+
+from shared.settings import NatsSettings, Port, PositiveMs, RedisSettings, ServiceSettings
+
+
+class RouterSettings(ServiceSettings):
+    """Everything that can be set from outside; units are in the names."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix="LEADTIME_ROUTER_")
+
+    extproc_host: str = "127.0.0.1"
+    """Address of the ext-proc and health listeners."""
+    extproc_port: Port = 9002
+    health_port: Port = 9003
+    """gRPC health: "", liveness, readiness and the ext-proc service's name."""
+    tls_cert_file: Path | None = None
+    """With `tls_key_file`: TLS on the ext-proc port."""
+    tls_key_file: Path | None = None
+    tls_client_ca_file: Path | None = None
+    """With the two before: only clients with a certificate of this CA may call."""
+    endpoints: str = ""
+    """Comma-separated model servers: `http://host:port;hardware_class=h100`; a name stands for all its addresses."""
+    predictors: str = "http://127.0.0.1:8080"
+    """Comma-separated URLs of predictors; a name stands for all its addresses. Empty: none."""
+    ladder: Literal["predictor", "in_process"] = "predictor"
+    """Which step of the ladder is tried first."""
+    profile: str = "leadtime"
+    """Name of a preset or of a profile in `profile_file`."""
+    profile_file: Path | None = None
+    """YAML with profiles of one's own."""
+    decision_budget_ms: PositiveMs = 100.0
+    predict_deadline_ms: PositiveMs = 40.0
+    """Deadline of one prediction, all replicas together; inside the decision budget."""
+    max_body_bytes: Annotated[int, Field(ge=1_024, le=1 << 30)] = 32 * 1024 * 1024
+    listed_endpoints: Annotated[int, Field(ge=1, le=8)] = 3
+    """How many endpoints an answer lists, best first."""
+    trust_request_headers: bool = False
+    """Whether clients may set priority, objective and fairness id by header."""
+    prefix_salt: SecretStr | None = None
+    """Key of the prefix hashes, shared by the routers of a pool; random without one."""
+    scrape_timeout_ms: PositiveMs = 1_000.0
+    scrape_stale_ms: PositiveMs = 5_000.0
+    """Older scraped values count as unknown."""
+    resolve_interval_s: Annotated[float, Field(gt=0, le=3_600)] = 10.0
+    drain_s: Annotated[float, Field(ge=0, le=3_600)] = 5.0
+    """How long running requests may go on after SIGTERM."""
+    nats: NatsSettings = Field(default_factory=NatsSettings)
+    redis: RedisSettings = Field(default_factory=RedisSettings)
