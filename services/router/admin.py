@@ -62,7 +62,7 @@ def admin_app(
     @app.get("/v1/stats", dependencies=guarded)
     async def stats() -> dict[str, Any]:
         return {
-            "profile": director.pipeline.name,
+            "profile": director.pipeline.profile,
             "served_by": {rung.value: count for rung, count in metrics.by_rung.items()},
             "rejected": {reason.value: count for reason, count in metrics.by_reason.items() if count},
             "bundles": metrics.bundle_versions,
@@ -83,7 +83,7 @@ def admin_app(
             director.pipeline = pipeline(choice.name)
         except ConfigurationError as error:
             raise HTTPException(400, str(error)) from None
-        return {"profile": director.pipeline.name}
+        return {"profile": director.pipeline.profile}
 
     @app.post("/v1/forget", dependencies=guarded)
     async def forget() -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.router.scheduling.interfaces import Scores
+from services.router.scheduling.decision import Decision
 from shared.features import SCHEMA, FloatMatrix
 from shared.samples import LatencySample, Rung
 
@@ -24,40 +24,41 @@ class DecisionRecord:
     received_unix_ms: float
     model: str
     input_tokens: float
-    profile: str
     rung: Rung
     bundle_version: str | None
-    propensity: float
     decision_ms: float
     addresses: tuple[str, ...]
-    order: tuple[int, ...]
     rows: FloatMatrix = field(repr=False)
     predictions: Mapping[str, npt.NDArray[np.float32]] = field(repr=False)
-    scores: Mapping[str, Scores] = field(repr=False)
-    notes: tuple[str, ...] = ()
+    decision: Decision = field(repr=False)
     outcome: LatencySample | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, candidate by candidate, best first."""
-        ranked = [*self.order, *(i for i in range(len(self.addresses)) if i not in self.order)]
+        order = self.decision.order
+        ranked = [*order, *(i for i in range(len(self.addresses)) if i not in order)]
         return {
             "decision_id": self.decision_id,
             "received_unix_ms": self.received_unix_ms,
             "model": self.model,
             "input_tokens": self.input_tokens,
-            "profile": self.profile,
+            "profile": self.decision.profile,
+            "used_fallback": self.decision.used_fallback,
             "rung": self.rung.value,
             "bundle_version": self.bundle_version,
-            "propensity": self.propensity,
+            "propensity": self.decision.propensity,
             "decision_ms": round(self.decision_ms, 3),
-            "listed": [self.addresses[i] for i in self.order],
-            "notes": list(self.notes),
+            "listed": [self.addresses[i] for i in order],
+            "filters": [
+                {"plugin": n.plugin, "kept": int(n.kept.sum()), "ignored": n.ignored, "chance": n.chance}
+                for n in self.decision.narrowings
+            ],
             "candidates": [
                 {
                     "address": self.addresses[i],
                     "features": dict(zip(SCHEMA.names, self.rows[i].tolist(), strict=True)),
                     "prediction": {name: float(column[i]) for name, column in self.predictions.items()} or None,
-                    "scores": {name: float(column[i]) for name, column in self.scores.items()},
+                    "scores": self.decision.scores_of(i),
                 }
                 for i in ranked
             ],

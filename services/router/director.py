@@ -22,8 +22,9 @@ from services.router.predict.types import Prediction
 from services.router.request.errors import RejectReason, RequestRejected
 from services.router.request.inference_request import InferenceRequest
 from services.router.request.parse import is_inference_path, parse
+from services.router.scheduling.decision import Decision
 from services.router.scheduling.interfaces import Context
-from services.router.scheduling.pipeline import Decision, Pipeline
+from services.router.scheduling.pipeline import Pipeline
 from services.router.state.pool import PoolState
 from services.router.state.snapshot import Candidates
 from shared.clock import Clock
@@ -189,17 +190,13 @@ class Director:
                 received_unix_ms=received_unix_ms,
                 model=request.model,
                 input_tokens=request.input_tokens,
-                profile=self.pipeline.name,
                 rung=rung,
                 bundle_version=bundle_version,
-                propensity=decision.propensity,
                 decision_ms=decision_ms,
                 addresses=candidates.addresses,
-                order=decision.order,
                 rows=rows,
                 predictions=prediction.columns if prediction else {},
-                scores=decision.scores,
-                notes=decision.notes,
+                decision=decision,
             )
         )
         return Routed(tuple(candidates.addresses[i] for i in decision.order), decision_id, encode_decision(metadata))
@@ -234,6 +231,15 @@ def _at(prediction: Prediction | None, output: str, candidate: int) -> float | N
 
 
 def _least_loaded(candidates: Candidates, count: int) -> Decision:
+    """The decision that needs no plugin: fewest requests under way first."""
     load = candidates.pending_requests + candidates.decoding_requests
-    order = tuple(int(i) for i in np.argsort(load, kind="stable")[:count])
-    return Decision(order=order, propensity=1.0, scores={}, notes=("least_loaded",))
+    return Decision(
+        order=tuple(load.argsort(kind="stable")[:count].tolist()),
+        propensity=1.0,
+        profile="least-loaded",
+        used_fallback=True,
+        alive=np.ones(len(candidates), np.bool_),
+        total=-load,
+        opinions=(),
+        narrowings=(),
+    )
