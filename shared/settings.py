@@ -117,9 +117,10 @@ class RedisSettings(_Block):
             "protocol": 2,
             "socket_timeout": 5.0,
             "socket_connect_timeout": 2.0,
-            "socket_keepalive": True,
             "health_check_interval": 10,
         }
+        if urlsplit(self.url).scheme != "unix":
+            options["socket_keepalive"] = True
         if self.username:
             options["username"] = self.username
         if self.password:
