@@ -4,7 +4,7 @@ Plugins work on arrays over all n candidates and on a mask of those still alive,
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,8 @@ Scores = npt.NDArray[np.float32]
 class Context:
     """Everything a plugin may look at. `prediction` is None on the ladder's last rung.
 
-    `elapsed_ms` is the time already spent since receipt: an SLO's clock starts there.
+    `elapsed_ms` is the time already spent since receipt: an SLO's clock starts there. `expected_output_tokens` is what
+    answers of this kind were seen to take; None where nothing is known.
     """
 
     request: InferenceRequest
@@ -29,12 +30,34 @@ class Context:
     prediction: Prediction | None
     rng: np.random.Generator
     elapsed_ms: float = 0.0
+    expected_output_tokens: float | None = None
 
 
 class Filter(Protocol):
-    """Narrows the candidates. Returns bool (n,), a subset of `alive`; the pipeline ignores an empty one."""
+    """Narrows the candidates. Returns bool (n,), a subset of `alive`; the pipeline ignores an empty one.
+
+    The same input gives the same answer: a filter that draws lots is an `ExploringFilter`.
+    """
 
     def keep(self, context: Context, alive: Mask) -> Mask: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One way to narrow, and the probability with which it is taken. `keep` is bool (n,), a subset of `alive`."""
+
+    probability: float
+    keep: Mask
+
+
+@runtime_checkable
+class ExploringFilter(Protocol):
+    """Narrows by lot. It states its branches; the pipeline draws, so that it can tell a pick's exact propensity.
+
+    Probabilities sum to 1; a single branch means that nothing is left to chance.
+    """
+
+    def branches(self, context: Context, alive: Mask) -> tuple[Branch, ...]: ...
 
 
 class Scorer(Protocol):
@@ -58,3 +81,7 @@ class Picker(Protocol):
     """Chooses up to `count` of the alive candidates by their scores."""
 
     def pick(self, scores: Scores, alive: Mask, count: int, rng: np.random.Generator) -> Pick: ...
+
+    def probabilities(self, scores: Scores, alive: Mask) -> npt.NDArray[np.float64]:
+        """Float64 (n,): how probably `pick` puts each candidate first. Sums to 1; 0 outside `alive`."""
+        ...

@@ -1,0 +1,176 @@
+"""`predicted-cost-scorer`: what sending the request here costs, us and others, in milliseconds.
+
+    cost = TTFT + stall_weight · own prefill time · requests there
+                + decode_weight · step time our decode adds · requests there · output tokens
+                + slo_risk_ms · (1 − the best candidate's risk) · risk
+
+The simulation behind it (DECISIONS.md): TTFT is the only own term, since TPOT × output drowns prefix locality in
+momentary batch differences; small prices for others keep prefills off endpoints that decode much. risk = P(an SLO is
+missed), ours by the predicted quantiles, plus the rise of the neighbours' risk, who are taken to have our TPOT
+objective. It fades as the best candidate's own risk nears 1: in overload it no longer ranks endpoints.
+
+Own prefill time is the share of the predicted TTFT that our uncached tokens have in the endpoint's backlog. The step
+time our decode adds is a share of the predicted TPOT without its batch: `step_share_per_…` fit seven accelerators and
+models within about 30 %, so no hardware table is needed.
+
+Score = cheapest cost / cost: in (0, 1], monotone, and ratios of costs are kept, so max-score picks the cheapest.
+Without a TTFT prediction the end-to-end latency stands in its place; without a TPOT prediction the decode term and TPOT
+risk are left out; without either latency, or without a prediction, None.
+"""
+
+import math
+from typing import Annotated, Final
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from services.router.predict.types import Prediction
+from services.router.scheduling.config import StrictConfig
+from services.router.scheduling.interfaces import Context, Mask, Scores
+
+_Column = npt.NDArray[np.float32]
+
+_ONE = np.float32(1.0)
+_HALF = np.float32(0.5)
+# A cost this small (ms) is no cost: it keeps ratios finite.
+_LEAST_COST_MS: Final = np.float32(1e-3)
+# z of the normal distribution's 90th percentile, by which a spread is read from p50 and p90.
+_Z90: Final = np.float32(1.2815516)
+# Log spread used without a p90, and the least one believed: a model that is never wrong by 2 % isn't known.
+_SPREAD_UNKNOWN: Final = np.float32(0.3)
+_SPREAD_LEAST: Final = np.float32(0.02)
+# tanh form of the normal distribution function, within 3e-4 of it.
+_CDF_LINEAR: Final = np.float32(0.7978845608)
+_CDF_CUBIC: Final = np.float32(0.7978845608 * 0.044715)
+_DENSITY_AT_0: Final = np.float32(1.0 / math.sqrt(2.0 * math.pi))
+
+
+class PredictedCostConfig(StrictConfig):
+    """Prices of what a request does to others, and of a missed objective."""
+
+    stall_weight: Annotated[float, Field(ge=0, le=10)] = 0.1
+    """α: ms of cost per ms that our prefill holds up each request there."""
+    decode_weight: Annotated[float, Field(ge=0, le=10)] = 0.02
+    """γ: ms of cost per ms that our decode adds to others' answers."""
+    slo_risk_ms: Annotated[float, Field(ge=0, le=100_000)] = 300.0
+    """S: cost of a certain miss of an objective, while another endpoint would surely meet it."""
+    expected_output_tokens: Annotated[float, Field(ge=1, le=1_000_000)] = 256.0
+    """Answer length where neither the route's history nor the request says anything."""
+    output_tokens_cap: Annotated[float, Field(ge=1, le=1_000_000)] = 1024.0
+    """A request's own `max_tokens` counts up to this: many clients ask for far more than they use."""
+    step_share_per_request: Annotated[float, Field(ge=0, le=1)] = 0.0015
+    """Share of an empty endpoint's step time that one more decoding request adds."""
+    step_share_per_context_token: Annotated[float, Field(ge=0, le=1)] = 7e-6
+    """The same per token of its context."""
+
+
+class PredictedCostScorer:
+    """Cheapest cost / cost."""
+
+    __slots__ = ("_config", "_share_per_request", "_share_per_token", "_stall_weight")
+
+    def __init__(self, config: PredictedCostConfig) -> None:
+        self._config = config
+        self._stall_weight = np.float32(config.stall_weight)
+        self._share_per_request = np.float32(config.step_share_per_request)
+        self._share_per_token = np.float32(config.step_share_per_context_token)
+
+    def score(self, context: Context, alive: Mask) -> Scores | None:
+        cost = self.cost_ms(context, alive)
+        if cost is None:
+            return None
+        cost = np.maximum(cost, _LEAST_COST_MS)
+        scores: Scores = np.minimum(cost[alive].min() / cost, _ONE)
+        return scores
+
+    def cost_ms(self, context: Context, alive: Mask) -> _Column | None:
+        """Float32 (n,): the cost of each candidate; None without a prediction of TTFT or end-to-end latency."""
+        prediction = context.prediction
+        if prediction is None:
+            return None
+        ttft = prediction.get("ttft_p50")
+        own = ttft if ttft is not None else prediction.get("e2e_p50")
+        if own is None:
+            return None
+        candidates = context.candidates
+        uncached = candidates.uncached_tokens
+        requests = candidates.pending_requests + candidates.decoding_requests
+        own_prefill = own * uncached / np.maximum(uncached + candidates.pending_uncached_tokens, _ONE)
+        cost: _Column = own + self._stall_weight * own_prefill * requests
+        tpot = prediction.get("tpot_p50")
+        added: _Column | None = None
+        if tpot is not None:
+            output_tokens = self._output_tokens(context)
+            added = self._step_time_added(context, tpot, output_tokens)
+            cost += np.float32(self._config.decode_weight * output_tokens) * added * requests
+        slo = context.request.slo
+        if self._config.slo_risk_ms > 0.0 and (slo.ttft_ms is not None or slo.tpot_ms is not None):
+            risks = self._risks(context, prediction, requests, added)
+            if risks is not None:
+                ours, others = risks
+                fading = max(1.0 - float(ours[alive].min()), 0.0)
+                cost += np.float32(self._config.slo_risk_ms * fading) * (ours if others is None else ours + others)
+        return cost
+
+    def _output_tokens(self, context: Context) -> float:
+        if context.expected_output_tokens is not None:
+            return context.expected_output_tokens
+        if context.request.max_tokens is not None:
+            return min(float(context.request.max_tokens), self._config.output_tokens_cap)
+        return self._config.expected_output_tokens
+
+    def _step_time_added(self, context: Context, tpot: _Column, output_tokens: float) -> _Column:
+        """Float32 (n,) ms by which our decode lengthens each step there."""
+        config, candidates = self._config, context.candidates
+        context_tokens = context.request.input_tokens + output_tokens / 2.0
+        ours = config.step_share_per_request + config.step_share_per_context_token * context_tokens
+        batch: _Column = (
+            _ONE
+            + self._share_per_request * candidates.decoding_requests
+            + self._share_per_token * candidates.decode_context_tokens
+        )
+        added: _Column = np.float32(ours) * tpot / batch
+        return added
+
+    @staticmethod
+    def _risks(
+        context: Context, prediction: Prediction, requests: _Column, added: _Column | None
+    ) -> tuple[_Column, _Column | None] | None:
+        """Two float32 (n,): P(we miss an objective), and the expected further misses among the requests there.
+
+        None where it can't rank: nothing stated is predicted, or our TTFT objective is lost already.
+        """
+        slo = context.request.slo
+        met: _Column | None = None
+        others: _Column | None = None
+        ttft, tpot = prediction.get("ttft_p50"), prediction.get("tpot_p50")
+        if slo.ttft_ms is not None and ttft is not None:
+            left_ms = slo.ttft_ms - context.elapsed_ms
+            if left_ms <= 0.0:
+                return None
+            z, _ = _standardised(ttft, prediction.get("ttft_p90"), left_ms)
+            met = _ONE - _normal_cdf(z)
+        if slo.tpot_ms is not None and tpot is not None and added is not None:
+            z, spread = _standardised(tpot, prediction.get("tpot_p90"), slo.tpot_ms)
+            met_tpot = _ONE - _normal_cdf(z)
+            met = met_tpot if met is None else met * met_tpot
+            # Slope of the distribution function times the rise of log TPOT, for each request there.
+            rise = added / np.maximum(tpot, _LEAST_COST_MS) / spread
+            others = _DENSITY_AT_0 * np.exp(-_HALF * z * z) * rise * requests
+        if met is None:
+            return None
+        return _ONE - met, others
+
+
+def _standardised(p50: _Column, p90: _Column | None, limit_ms: float) -> tuple[_Column, _Column | np.float32]:
+    """How many log spreads the median lies above the limit, and the spread; latency is taken as log-normal."""
+    p50 = np.maximum(p50, _LEAST_COST_MS)
+    spread: _Column | np.float32 = _SPREAD_UNKNOWN
+    if p90 is not None:
+        spread = np.maximum(np.log(np.maximum(p90, p50) / p50) / _Z90, _SPREAD_LEAST)
+    return np.log(p50 / np.float32(limit_ms)) / spread, spread
+
+
+def _normal_cdf(z: _Column) -> _Column:
+    return _HALF + _HALF * np.tanh(z * (_CDF_LINEAR + _CDF_CUBIC * z * z))
