@@ -20,6 +20,7 @@ class InferenceRequest:
 
     `prompt`: the bytes by which prefixes are compared, in the order in which the server's template lays them out.
     `input_tokens`: estimated. `max_tokens`: the client's cap on the answer, None where it gave none.
+    `text_bytes`: size of `prompt` where it is text alone, from which bytes per token can be learned; else 0.
     """
 
     model: str
@@ -30,3 +31,4 @@ class InferenceRequest:
     slo: Slo = Slo()
     priority: int = 0
     fairness_id: str = ""
+    text_bytes: int = 0

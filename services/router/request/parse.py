@@ -1,0 +1,234 @@
+"""A request's path, headers and body → `InferenceRequest`, in one pass over the body. The first stage of a decision.
+
+The body is decoded once (orjson). Whatever a client sends ends in a request or in a typed error, never in a crash:
+nesting beyond 1,024 levels is refused by the decoder, a large body with more than `MAX_BREAKS` commas and brackets
+before decoding (an 8 MB body of `[],` would take 700 MB as objects), and a compressed one is unpacked up to the body
+limit. Duplicate keys keep the last, as model servers do. No I/O.
+
+Limits: only what routing needs is checked; the rest is the model server's to judge. Nothing of the body is in an error.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+import orjson
+
+from services.router.request.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    RejectReason,
+    RequestRejected,
+    UnsupportedEncoding,
+)
+from services.router.request.inference_request import InferenceRequest
+from services.router.request.prompt import (
+    Prompt,
+    anthropic_prompt,
+    chat_prompt,
+    completions_prompt,
+    embeddings_prompt,
+    kind_of,
+    responses_prompt,
+)
+from services.router.request.slo import parse_fairness_id, parse_priority, parse_slo
+from services.router.request.tokens import TokenEstimator
+
+DEFAULT_MAX_BODY_BYTES: Final = 32 * 1024 * 1024
+MAX_MODEL_CHARACTERS: Final = 512
+MAX_TOKENS: Final = 16_777_216
+# Bodies up to this size can't hold enough objects to hurt (25 MB of memory), so they aren't counted through.
+_UNCOUNTED_BYTES: Final = 1024 * 1024
+MAX_BREAKS: Final = 2_000_000
+
+
+class Route(StrEnum):
+    """The request forms that are read; a closed list, fit for a metric's label."""
+
+    CHAT = "chat_completions"
+    COMPLETIONS = "completions"
+    RESPONSES = "responses"
+    EMBEDDINGS = "embeddings"
+    MESSAGES = "messages"
+    OTHER = "other"
+
+
+_SUFFIXES: Final = (
+    ("/chat/completions", Route.CHAT),
+    ("/completions", Route.COMPLETIONS),
+    ("/responses", Route.RESPONSES),
+    ("/embeddings", Route.EMBEDDINGS),
+    ("/v1/messages", Route.MESSAGES),
+)
+_PROMPTS: Final[Mapping[Route, Callable[[dict[str, Any]], Prompt]]] = {
+    Route.CHAT: chat_prompt,
+    Route.COMPLETIONS: completions_prompt,
+    Route.RESPONSES: responses_prompt,
+    Route.EMBEDDINGS: embeddings_prompt,
+    Route.MESSAGES: anthropic_prompt,
+}
+_CAPS: Final[Mapping[Route, tuple[str, ...]]] = {
+    Route.CHAT: ("max_completion_tokens", "max_tokens"),
+    Route.COMPLETIONS: ("max_tokens",),
+    Route.RESPONSES: ("max_output_tokens",),
+    Route.EMBEDDINGS: (),
+    Route.MESSAGES: ("max_tokens",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ParseConfig:
+    """`objectives`: priority by objective name. Priority, objective and fairness headers need `trust_request_headers`.
+
+    `max_body_bytes`: limit of the body, and of what a compressed one unpacks to.
+    """
+
+    trust_request_headers: bool = False
+    objectives: Mapping[str, int] = field(default_factory=dict)
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+
+
+_DEFAULTS: Final = ParseConfig()
+
+
+def route_of(path: str) -> Route:
+    """The request form that a path asks for, by its last segments; the query doesn't matter."""
+    bare = path.partition("?")[0]
+    for suffix, route in _SUFFIXES:
+        if bare.endswith(suffix):
+            return route
+    return Route.OTHER
+
+
+def parse(
+    path: str, headers: Mapping[str, str], body: bytes, tokens: TokenEstimator, config: ParseConfig = _DEFAULTS
+) -> InferenceRequest:
+    """Read one request; `headers` have lower-case names. Raises RequestRejected.
+
+    A path of `Route.OTHER` is refused here: callers that let such requests pass ask `route_of` first.
+    """
+    route = route_of(path)
+    if route is Route.OTHER:
+        raise _UnknownPath("this path isn't served here", RejectReason.PATH_UNKNOWN, code="not_found")
+    document = _decode(_plain(headers, body, config.max_body_bytes))
+    model = _model(document)
+    prompt = _PROMPTS[route](document)
+    max_tokens = _cap(document, _CAPS[route])
+    stream = document.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise _wrong_kind("stream", stream, "a boolean")
+    trusted = config.trust_request_headers
+    return InferenceRequest(
+        model=model,
+        prompt=prompt.data,
+        input_tokens=(
+            tokens.estimate(model, len(prompt.data))
+            if prompt.token_count is None
+            else float(max(prompt.token_count, 1))
+        ),
+        max_tokens=max_tokens,
+        streamed=stream is True,
+        slo=parse_slo(headers),
+        priority=parse_priority(headers, config.objectives) if trusted else 0,
+        fairness_id=parse_fairness_id(headers) if trusted else "",
+        text_bytes=len(prompt.data) if prompt.text_only else 0,
+    )
+
+
+class _UnknownPath(RequestRejected):
+    status = 404
+
+
+def _plain(headers: Mapping[str, str], body: bytes, limit_bytes: int) -> bytes:
+    if len(body) > limit_bytes:
+        raise BodyTooLarge(limit_bytes)
+    encoding = headers.get("content-encoding")
+    if encoding is None or not (encoding := encoding.strip().lower()) or encoding == "identity":
+        return body
+    if encoding not in {"gzip", "x-gzip", "deflate"}:
+        raise UnsupportedEncoding(
+            f"content-encoding: found text of {len(encoding)} characters; allowed: gzip, deflate, identity",
+            RejectReason.CONTENT_ENCODING,
+            param="content-encoding",
+        )
+    unpacker = zlib.decompressobj(wbits=47)  # 32 + 15: gzip or zlib, told by its header
+    try:
+        plain = unpacker.decompress(body, limit_bytes + 1)
+    except zlib.error:
+        plain = b""
+    if len(plain) > limit_bytes:
+        raise BodyTooLarge(limit_bytes)
+    if not unpacker.eof or unpacker.unused_data:
+        raise InvalidRequest(
+            f"the body's {len(body)} bytes are not whole in their content-encoding ({encoding})",
+            RejectReason.CONTENT_ENCODING,
+            param="content-encoding",
+        )
+    return plain
+
+
+def _decode(body: bytes) -> dict[str, Any]:
+    if len(body) > _UNCOUNTED_BYTES and body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_BREAKS:
+        raise InvalidRequest(
+            f"the request body has more than {MAX_BREAKS} commas and brackets", RejectReason.BODY_TOO_COMPLEX
+        )
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        deep = "depth" in error.msg
+        raise InvalidRequest(
+            "the request body is nested more than 1024 levels deep"
+            if deep
+            else f"the request body isn't valid JSON: {_what(error)} at byte {_byte_position(error, body)}",
+            RejectReason.BODY_TOO_COMPLEX if deep else RejectReason.BODY_NOT_JSON,
+        ) from None
+    if not isinstance(document, dict):
+        raise InvalidRequest(
+            f"the request body: found {kind_of(document)}; allowed: an object", RejectReason.BODY_NOT_OBJECT
+        )
+    return document
+
+
+def _what(error: orjson.JSONDecodeError) -> str:
+    return error.msg.partition(":")[0]
+
+
+def _byte_position(error: orjson.JSONDecodeError, body: bytes) -> int:
+    # The decoder counts characters, and none where the body isn't UTF-8.
+    try:
+        return len(body.decode()[: error.pos].encode())
+    except UnicodeDecodeError as undecodable:
+        return undecodable.start
+
+
+def _model(document: dict[str, Any]) -> str:
+    model = document.get("model")
+    if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_CHARACTERS:
+        found = f"text of {len(model)} characters" if isinstance(model, str) else kind_of(model)
+        raise InvalidRequest(
+            f"model: found {found}; allowed: text of 1 to {MAX_MODEL_CHARACTERS} characters",
+            RejectReason.MODEL_INVALID,
+            param="model",
+        )
+    return model
+
+
+def _cap(document: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = document.get(name)
+        if value is None:
+            continue
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise _wrong_kind(name, value, "an integer")
+        if value < 0:
+            raise _wrong_kind(name, value, "an integer from 0")
+        return min(value, MAX_TOKENS)
+    return None
+
+
+def _wrong_kind(name: str, value: Any, allowed: str) -> InvalidRequest:
+    return InvalidRequest(f"{name}: found {kind_of(value)}; allowed: {allowed}", RejectReason.FIELD_INVALID, param=name)

@@ -1,0 +1,84 @@
+"""Latency objectives, priority and fairness from headers.
+
+SLO headers are the client's to set, in either spelling; the first of a pair wins. Priority, objective and fairness
+steer how others are treated, so they are read only where the deployment trusts its clients' headers. No I/O.
+
+Limits: a value that isn't a plain decimal number of milliseconds above 0 is refused, naming the header: a typo must
+not silently become "no objective".
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from services.router.request.errors import InvalidRequest, RejectReason
+from services.router.request.inference_request import Slo
+
+TTFT_HEADERS: Final = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+TPOT_HEADERS: Final = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+FAIRNESS_HEADERS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+PRIORITY_HEADERS: Final = ("x-leadtime-priority",)
+
+MAX_SLO_MS: Final = 86_400_000.0
+MAX_PRIORITY: Final = 1_000_000
+_MAX_ID_CHARACTERS: Final = 128
+_NUMBER: Final = re.compile(r"[ \t]*\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?[ \t]*", re.ASCII)
+_INTEGER: Final = re.compile(r"[ \t]*[+-]?\d{1,9}[ \t]*", re.ASCII)
+
+
+def parse_slo(headers: Mapping[str, str]) -> Slo:
+    """Objectives from lower-case header names; raises InvalidRequest naming the header."""
+    return Slo(_milliseconds(headers, TTFT_HEADERS), _milliseconds(headers, TPOT_HEADERS))
+
+
+def parse_priority(headers: Mapping[str, str], objectives: Mapping[str, int]) -> int:
+    """Priority of a trusted request: its own header, else its objective's, else 0.
+
+    `objectives`: priority by objective name; an unknown name is priority 0.
+    """
+    name, text = _first(headers, PRIORITY_HEADERS)
+    if text is not None:
+        value = int(text) if _INTEGER.fullmatch(text) else MAX_PRIORITY + 1
+        if abs(value) > MAX_PRIORITY:
+            raise _refused(name, text, f"an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+        return value
+    _, objective = _first(headers, OBJECTIVE_HEADERS)
+    return objectives.get(objective.strip(), 0) if objective else 0
+
+
+def parse_fairness_id(headers: Mapping[str, str]) -> str:
+    """Whose share a trusted request counts against; "" where it doesn't say."""
+    name, text = _first(headers, FAIRNESS_HEADERS)
+    if text is None:
+        return ""
+    identity = text.strip()
+    if len(identity) > _MAX_ID_CHARACTERS:
+        raise _refused(name, text, f"at most {_MAX_ID_CHARACTERS} characters")
+    return identity
+
+
+def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str | None]:
+    for name in names:
+        text = headers.get(name)
+        if text is not None:
+            return name, text
+    return names[0], None
+
+
+def _milliseconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:
+    name, text = _first(headers, names)
+    if text is None:
+        return None
+    value = float(text) if _NUMBER.fullmatch(text) else 0.0
+    if not 0.0 < value <= MAX_SLO_MS:
+        raise _refused(name, text, f"a number of milliseconds above 0, at most {MAX_SLO_MS:.0f}")
+    return value
+
+
+def _refused(name: str, text: str, allowed: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"header {name}: found text of {len(text)} characters; allowed: {allowed}",
+        RejectReason.HEADER_INVALID,
+        param=name,
+    )

@@ -1,0 +1,62 @@
+import pytest
+
+from services.router.request.errors import InvalidRequest, RejectReason
+from services.router.request.inference_request import Slo
+from services.router.request.parse import ParseConfig, parse
+from services.router.request.slo import parse_fairness_id, parse_priority, parse_slo
+from services.router.request.tokens import TokenEstimator
+
+BODY = b'{"model":"m","prompt":"x"}'
+
+
+@pytest.mark.parametrize(
+    ("headers", "slo"),
+    [
+        ({}, Slo()),
+        ({"x-llm-d-slo-ttft-ms": "250"}, Slo(250.0)),
+        ({"x-slo-ttft-ms": " 1.5e2 ", "x-slo-tpot-ms": "20."}, Slo(150.0, 20.0)),
+        ({"x-slo-ttft-ms": "wrong", "x-llm-d-slo-ttft-ms": "9"}, Slo(9.0)),
+    ],
+)
+def test_objectives_are_read_in_both_spellings_and_the_first_wins(headers, slo):
+    assert parse_slo(headers) == slo
+
+
+@pytest.mark.parametrize(
+    "value", ["", "0", "-1", "nan", "inf", "1e999", "1_000", "0x10", "１２", "12 ms", "1,5", "86400001"]
+)
+@pytest.mark.parametrize("name", ["x-llm-d-slo-ttft-ms", "x-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"])
+def test_a_value_that_is_no_duration_above_zero_is_a_400_that_names_the_header(name, value):
+    with pytest.raises(InvalidRequest) as caught:
+        parse_slo({name: value})
+    assert caught.value.param == name
+    assert caught.value.reason is RejectReason.HEADER_INVALID
+    assert name in caught.value.message
+
+
+def test_priority_comes_from_its_header_else_from_the_objective():
+    objectives = {"batch": -5}
+    assert parse_priority({"x-leadtime-priority": "-3", "x-llm-d-inference-objective": "batch"}, objectives) == -3
+    assert parse_priority({"x-gateway-inference-objective": "batch"}, objectives) == -5
+    assert parse_priority({"x-llm-d-inference-objective": "unheard of"}, objectives) == 0
+    assert parse_priority({}, objectives) == 0
+
+
+@pytest.mark.parametrize("value", ["high", "1.5", "1000001", ""])
+def test_a_priority_that_is_no_small_integer_is_refused(value):
+    with pytest.raises(InvalidRequest):
+        parse_priority({"x-leadtime-priority": value}, {})
+
+
+def test_a_fairness_id_has_a_bounded_length():
+    assert parse_fairness_id({"x-llm-d-inference-fairness-id": " tenant "}) == "tenant"
+    with pytest.raises(InvalidRequest):
+        parse_fairness_id({"x-gateway-inference-fairness-id": "x" * 129})
+
+
+def test_steering_headers_count_only_where_they_are_trusted():
+    headers = {"x-leadtime-priority": "7", "x-llm-d-inference-fairness-id": "a", "x-slo-ttft-ms": "100"}
+    plain = parse("/v1/completions", headers, BODY, TokenEstimator())
+    trusted = parse("/v1/completions", headers, BODY, TokenEstimator(), ParseConfig(trust_request_headers=True))
+    assert (plain.priority, plain.fairness_id, plain.slo.ttft_ms) == (0, "", 100.0)
+    assert (trusted.priority, trusted.fairness_id) == (7, "a")
