@@ -1,0 +1,457 @@
+"""Everything on one machine, without containers: NATS, a Redis-protocol server, the four services, Envoy.
+
+`Stack` starts them as child processes on free loopback ports, in front of simulated model servers or a user's own, and
+stops them in order. Its place: under `leadtime demo`, `leadtime up` and the end-to-end tests. The commands and the
+environment of each child are built by pure functions of the addresses; `processes.py` runs them.
+
+Limits: one router, one collector, one trainer; plain HTTP on loopback; Linux for the guarantee that a killed parent
+leaves no child.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from deploy.local.binaries import Binaries, find_binaries
+from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, parse_endpoint, render
+from deploy.local.ports import LOOPBACK, Ports
+from deploy.local.processes import ChildSpec, Probe, Supervisor
+from shared.settings import is_loopback
+from sim.spec import ProcessSpec
+
+TRAINER_NICE: Final = 10
+"""On two cores a fit would otherwise take time slices from requests under way."""
+_PROBE_TIMEOUT_S: Final = 2.0
+# Stopped in this order: first what takes requests in, last what the others write to.
+_TIER_EDGE, _TIER_SERVICES, _TIER_STORES = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackConfig:
+    """What to start, and where. Either `endpoints` or `simulated` says which model servers there are."""
+
+    run_dir: Path
+    """Logs, and the files that children read; made anew by the caller."""
+    endpoints: tuple[str, ...] = ()
+    """`http://host:port;hardware_class=h100`, as the router takes them."""
+    simulated: ProcessSpec | None = None
+    """Servers to simulate; those with port 0 get one."""
+    listen: Address = field(default_factory=lambda: Address(LOOPBACK, 0))
+    """Where Envoy takes requests; port 0: a free one."""
+    api: Address | None = None
+    """An ordinary service under `/api`."""
+    profile: str = "leadtime"
+    predictors: int = 1
+    pool: str = "default"
+    state_dir: Path | None = None
+    """Where samples and bundles outlive the stack; None: in the run directory, removed at the end."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment of every child, under what the stack itself sets."""
+
+    def __post_init__(self) -> None:
+        if bool(self.endpoints) == (self.simulated is not None):
+            raise ValueError("either endpoints or simulated must be given")
+        if self.predictors < 0:
+            raise ValueError(f"predictors must be 0 or more, got {self.predictors}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Where everything listens, all on loopback but perhaps the gateway."""
+
+    gateway: Address
+    envoy_admin: int
+    nats: int
+    nats_monitor: int
+    redis: int
+    router_extproc: int
+    router_health: int
+    router_http: int
+    collector_als: int
+    collector_http: int
+    trainer_http: int
+    predictors_http: tuple[int, ...]
+    sim_control: int | None = None
+
+    @property
+    def gateway_url(self) -> str:
+        """Where to send requests; a wildcard address is reached over loopback."""
+        host = LOOPBACK if self.gateway.host in {"0.0.0.0", "::"} else self.gateway.host
+        return f"http://{Address(host, self.gateway.port)}"
+
+    @property
+    def nats_url(self) -> str:
+        return f"nats://{LOOPBACK}:{self.nats}"
+
+    @property
+    def redis_url(self) -> str:
+        return f"redis://{LOOPBACK}:{self.redis}/0"
+
+    @property
+    def router_url(self) -> str:
+        return http_url(self.router_http)
+
+    @property
+    def collector_url(self) -> str:
+        return http_url(self.collector_http)
+
+    @property
+    def trainer_url(self) -> str:
+        return http_url(self.trainer_http)
+
+    @property
+    def predictor_urls(self) -> tuple[str, ...]:
+        return tuple(http_url(port) for port in self.predictors_http)
+
+    @property
+    def envoy_admin_url(self) -> str:
+        return http_url(self.envoy_admin)
+
+    @property
+    def sim_control_url(self) -> str | None:
+        return None if self.sim_control is None else http_url(self.sim_control)
+
+
+def http_url(port: int) -> str:
+    """A loopback URL."""
+    return f"http://{LOOPBACK}:{port}"
+
+
+def reserve_addresses(config: StackConfig, ports: Ports) -> Addresses:
+    """A held port for every listener; a gateway port that the user chose is taken as it is."""
+    listen = config.listen
+    return Addresses(
+        gateway=listen if listen.port else Address(listen.host, ports.reserve()),
+        envoy_admin=ports.reserve(),
+        nats=ports.reserve(),
+        nats_monitor=ports.reserve(),
+        redis=ports.reserve(),
+        router_extproc=ports.reserve(),
+        router_health=ports.reserve(),
+        router_http=ports.reserve(),
+        collector_als=ports.reserve(),
+        collector_http=ports.reserve(),
+        trainer_http=ports.reserve(),
+        predictors_http=tuple(ports.reserve() for _ in range(config.predictors)),
+        sim_control=ports.reserve() if config.simulated else None,
+    )
+
+
+def place_simulated(spec: ProcessSpec, control_port: int, ports: Ports) -> ProcessSpec:
+    """The spec with a port for each server that has none, and for the control API."""
+    servers = tuple(
+        server if server.port else server.model_copy(update={"port": ports.reserve()}) for server in spec.servers
+    )
+    return spec.model_copy(update={"servers": servers, "control_port": control_port})
+
+
+def simulated_endpoints(spec: ProcessSpec, hardware_classes: Mapping[str, str]) -> tuple[str, ...]:
+    """Placed servers as the router takes endpoints; `hardware_classes` by server name, none where it has no entry."""
+    return tuple(
+        f"http://{server.host}:{server.port}"
+        + (f";hardware_class={hardware_classes[server.name]}" if server.name in hardware_classes else "")
+        for server in spec.servers
+    )
+
+
+def endpoint_address(endpoint: str) -> Address:
+    """`http://host:port;key=value…` → address; raises FieldError for what Envoy would not reach as written."""
+    return parse_endpoint(endpoint.split(";", 1)[0])
+
+
+def envoy_config(addresses: Addresses, endpoints: tuple[str, ...], api: Address | None) -> EnvoyConfig:
+    """What the one Envoy is told."""
+    return EnvoyConfig(
+        endpoints=tuple(endpoint_address(endpoint) for endpoint in endpoints),
+        routers=(RouterAddress(Address(LOOPBACK, addresses.router_extproc), addresses.router_health),),
+        collectors=(Address(LOOPBACK, addresses.collector_als),),
+        api=(api,) if api else (),
+        listen=addresses.gateway,
+        admin=Address(LOOPBACK, addresses.envoy_admin),
+    )
+
+
+def common_environment(addresses: Addresses, pool: str) -> dict[str, str]:
+    """What all services are told, and that no child starts threads or telemetry of its own accord."""
+    return {
+        "LEADTIME_NATS_SERVERS": addresses.nats_url,
+        "LEADTIME_REDIS_URL": addresses.redis_url,
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "ORT_DISABLE_TELEMETRY": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "",
+        **{f"LEADTIME_{service}_POOL": pool for service in ("ROUTER", "COLLECTOR", "TRAINER", "PREDICTOR")},
+    }
+
+
+def service(name: str, settings: Mapping[str, object], *, instance: str = "", nice: int = 0) -> ChildSpec:
+    """One of the four services. `-P` keeps the working directory off the import path: it may hold a `shared` too."""
+    prefix = f"LEADTIME_{name.upper()}_"
+    return ChildSpec(
+        name=name + instance,
+        command=(sys.executable, "-P", "-m", f"services.{name}"),
+        environment={prefix + key: str(value) for key, value in settings.items()},
+        nice=nice,
+        stop_tier=_TIER_SERVICES,
+    )
+
+
+class Stack:
+    """A running stack; leaving the context stops it, however it is left."""
+
+    def __init__(
+        self,
+        config: StackConfig,
+        *,
+        rng: random.Random,
+        hardware_classes: Mapping[str, str] | None = None,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`rng` chooses ports; `hardware_classes` are those of simulated servers, by name; `report` is told in one line
+        what goes on.
+        """
+        self.config = config
+        self._report = report
+        self._ports = Ports(rng)
+        self._binaries: Binaries = find_binaries()
+        self.addresses = reserve_addresses(config, self._ports)
+        self.simulated = (
+            place_simulated(config.simulated, self.addresses.sim_control, self._ports)
+            if config.simulated and self.addresses.sim_control
+            else None
+        )
+        self.endpoints = (
+            simulated_endpoints(self.simulated, hardware_classes or {}) if self.simulated else config.endpoints
+        )
+        self._store_dir = config.state_dir or config.run_dir / "state"
+        self.supervisor = Supervisor(
+            config.run_dir, {**config.environment, **common_environment(self.addresses, config.pool)}
+        )
+        self._children: dict[str, tuple[ChildSpec, Probe]] = {}
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        """Start all; on failure or cancellation whatever was started is stopped before the error goes on."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        """The session for probes and for whoever looks at the running stack."""
+        if self._http is None:
+            raise RuntimeError("the stack isn't running")
+        return self._http
+
+    async def restart(self, name: str) -> None:
+        """End a child if it runs, start it again on the same address, await its readiness."""
+        await self.supervisor.restart(name, self._children[name][1])
+
+    async def kill(self, name: str) -> None:
+        """End a child as a crash would."""
+        child = self.supervisor[name]
+        child.kill()
+        await child.wait()
+
+    async def ended(self) -> None:
+        """Wait; raises ChildError once a child ends without having been told to."""
+        raise self.supervisor.fault(await self.supervisor.ended())
+
+    async def _start(self) -> None:
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S))
+        await asyncio.to_thread(self._write_files)
+        stores = self._stores()
+        services = self._services()
+        envoy = self._envoy()
+        self._children = {spec.name: (spec, probe) for spec, probe in (*stores, *services, envoy)}
+        self._report("starting NATS" + (", Redis and the simulated servers" if self.simulated else " and Redis"))
+        await self._start_children(*stores)
+        self._report("starting router, collector, trainer and predictor")
+        await self._start_children(*services)
+        self._report("starting Envoy")
+        await self._start_children(envoy)
+
+    async def _start_children(self, *children: tuple[ChildSpec, Probe]) -> None:
+        for spec, _ in children:
+            for port in self._ports_of(spec.name):
+                self._ports.release(port)
+        await self.supervisor.start(children)
+
+    def _ports_of(self, name: str) -> tuple[int, ...]:
+        at = self.addresses
+        simulated = tuple(server.port for server in self.simulated.servers) if self.simulated else ()
+        return {
+            "nats": (at.nats, at.nats_monitor),
+            "redis": (at.redis,),
+            "sim": (*simulated, at.sim_control or 0),
+            "router": (at.router_extproc, at.router_health, at.router_http),
+            "collector": (at.collector_als, at.collector_http),
+            "trainer": (at.trainer_http,),
+            "envoy": (at.gateway.port, at.envoy_admin),
+        }.get(name, at.predictors_http)
+
+    async def _stop(self) -> None:
+        try:
+            await self.supervisor.stop()
+        finally:
+            self._ports.close()
+            if self._http is not None:
+                http, self._http = self._http, None
+                await http.close()
+            if self.config.state_dir is None:
+                shutil.rmtree(self._store_dir, ignore_errors=True)
+
+    def exit_statuses(self) -> dict[str, int | None]:
+        """How each child ended; None for one that runs."""
+        return {child.name: child.exit_status for child in self.supervisor.children}
+
+    def _write_files(self) -> None:
+        for folder in ("nats", "redis"):
+            (self._store_dir / folder).mkdir(parents=True, exist_ok=True)
+        config = envoy_config(self.addresses, self.endpoints, self.config.api)
+        (self.config.run_dir / "envoy.json").write_text(json.dumps(render(config), indent=1))
+        if self.simulated:
+            (self.config.run_dir / "sim.json").write_text(self.simulated.model_dump_json(indent=1))
+
+    def _stores(self) -> tuple[tuple[ChildSpec, Probe], ...]:
+        at = self.addresses
+        nats = ChildSpec(
+            name="nats",
+            command=(
+                str(self._binaries.nats_server),
+                *("--addr", LOOPBACK, "--port", str(at.nats), "--http_port", str(at.nats_monitor)),
+                *("--jetstream", "--store_dir", str(self._store_dir / "nats")),
+            ),
+            stop_tier=_TIER_STORES,
+        )
+        redis = ChildSpec(
+            name="redis",
+            command=(
+                str(self._binaries.redis_server),
+                *("--bind", LOOPBACK, "--port", str(at.redis), "--dir", str(self._store_dir / "redis")),
+                *("--save", "", "--appendonly", "yes" if self.config.state_dir else "no"),
+            ),
+            stop_tier=_TIER_STORES,
+        )
+        started: list[tuple[ChildSpec, Probe]] = [
+            (nats, self._http_probe(f"{http_url(at.nats_monitor)}/healthz")),
+            (redis, redis_probe(at.redis)),
+        ]
+        if self.simulated:
+            sim = ChildSpec(
+                name="sim",
+                command=(
+                    sys.executable,
+                    *("-P", "-m", "sim.server", "--spec", str(self.config.run_dir / "sim.json")),
+                ),
+                stop_tier=_TIER_STORES,
+            )
+            started.append((sim, self._http_probe(f"{at.sim_control_url}/control/stats")))
+        return tuple(started)
+
+    def _services(self) -> tuple[tuple[ChildSpec, Probe], ...]:
+        at = self.addresses
+        predictors = [
+            (
+                service("predictor", {"HTTP_PORT": port}, instance=f"-{number}" if self.config.predictors > 1 else ""),
+                # Without a first bundle a predictor is alive but not ready, and the router does without it.
+                self._http_probe(f"{http_url(port)}/healthz"),
+            )
+            for number, port in enumerate(at.predictors_http, start=1)
+        ]
+        collector = service("collector", {"ALS_PORT": at.collector_als, "HTTP_PORT": at.collector_http})
+        trainer = service("trainer", {"HTTP_PORT": at.trainer_http}, nice=TRAINER_NICE)
+        router = service(
+            "router",
+            {
+                "EXTPROC_PORT": at.router_extproc,
+                "HEALTH_PORT": at.router_health,
+                "HTTP_PORT": at.router_http,
+                "ENDPOINTS": ",".join(self.endpoints),
+                "PREDICTORS": ",".join(at.predictor_urls),
+                "PROFILE": self.config.profile,
+            },
+        )
+        return (
+            *predictors,
+            (collector, self._http_probe(f"{at.collector_url}/readyz")),
+            (trainer, self._http_probe(f"{at.trainer_url}/readyz")),
+            (router, self._http_probe(f"{at.router_url}/readyz")),
+        )
+
+    def _envoy(self) -> tuple[ChildSpec, Probe]:
+        command = (
+            *(str(self._binaries.envoy), "--config-path", str(self.config.run_dir / "envoy.json")),
+            *("--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"),
+        )
+        spec = ChildSpec(name="envoy", command=command, stop_tier=_TIER_EDGE)
+        return spec, self._http_probe(f"{self.addresses.envoy_admin_url}/ready")
+
+    def _http_probe(self, url: str) -> Probe:
+        """Ready when GET answers 200; else why not, with the start of the body."""
+
+        async def probe() -> str | None:
+            try:
+                async with self.http.get(url) as response:
+                    if response.status == 200:
+                        return None
+                    body = (await response.text(errors="replace"))[:300]
+                    return f"{urlsplit(url).path} answers {response.status} {body}"
+            except (aiohttp.ClientError, TimeoutError) as error:
+                return f"{urlsplit(url).path} doesn't answer ({type(error).__name__})"
+
+        return probe
+
+
+def redis_probe(port: int) -> Probe:
+    """Ready when PING is answered with PONG."""
+
+    async def probe() -> str | None:
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(LOOPBACK, port)
+                writer.write(b"PING\r\n")
+                answer = await reader.readline()
+            return None if answer.startswith(b"+PONG") else f"PING is answered with {answer[:80]!r}"
+        except (OSError, TimeoutError) as error:
+            return f"PING isn't answered ({type(error).__name__})"
+        finally:
+            if writer is not None:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+
+    return probe
+
+
+async def get_json(http: aiohttp.ClientSession, url: str) -> Any:
+    """GET → decoded JSON; raises aiohttp.ClientError for any other answer."""
+    async with http.get(url) as response:
+        response.raise_for_status()
+        return await response.json()
+
+
+def needs_token(address: Address) -> bool:
+    """Whether a listener is reachable from beyond this machine."""
+    return not is_loopback(address.host)
