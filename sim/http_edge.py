@@ -2,7 +2,7 @@
 
 The edge under `model_server` and `control`. It exists beside the web frameworks for two reasons: a token of a stream
 must cost one write and no task switch, and faults below a framework's reach (a held-back header, a reset in mid-stream)
-must be exact. Requests are parsed by httptools; one request of a connection is answered at a time, later ones wait unread.
+must be exact. Requests are parsed by httptools; one request of a connection is answered at a time, later ones wait.
 
 Limits: no TLS, no HTTP/2, no trailers, request bodies up to 64 MiB in memory.
 """

@@ -2,9 +2,9 @@
 
 The edge between `http_edge` (connections), `openai_api` (dialect) and `real_time` (the engine's clockwork). Per
 streamed token it does one table look-up for the text and joins three byte strings that were prepared per request;
-tokens of one burst of steps leave in one write. Paths are exact: anything else is a 404, since routers probe engines for endpoints
-they may have. A server that is stopped and started is a new incarnation: cold cache, counters at zero, a later
-`process_start_time_seconds`.
+tokens of one burst of steps leave in one write. Paths are exact: anything else is a 404, since routers probe engines
+for endpoints they may have. A server that is stopped and started is a new incarnation: cold cache, counters at zero, a
+later `process_start_time_seconds`.
 """
 
 import asyncio
