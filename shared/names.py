@@ -41,6 +41,8 @@ DESTINATION_SERVED: Final = "x-gateway-destination-endpoint-served"
 DESTINATION_SUBSET: Final = "x-gateway-destination-endpoint-subset"
 DECISION_ID: Final = "x-leadtime-decision-id"
 REASON: Final = "x-leadtime-reason"
+# A request that carries it is synthetic: routed as any other, but no sample and no objective.
+PROBE: Final = "x-leadtime-probe"
 
 # Headers that steer a picker or a model server. Envoy strips them from clients at the edge (CONTRACTS §8).
 STRIPPED_FROM_CLIENTS: Final = (

@@ -17,7 +17,7 @@ Limits: plain HTTP to endpoints, HTTP/1.1; the usage filter for event streams is
 and missing before 1.37, as is the first-body-byte time.
 
 Worth watching in Envoy's own stats: `http.ingress.ext_proc.{streams_started,failure_mode_allowed,message_timeouts}`,
-`cluster.picker.{membership_healthy,upstream_rq_pending_overflow}`, `cluster.pool.{upstream_rq_retry,upstream_cx_connect_fail}`,
+`cluster.picker.membership_healthy`, `cluster.pool.{upstream_rq_retry,upstream_cx_connect_fail}`,
 `access_logs.grpc_access_log.{logs_written,logs_dropped}`, `http.ingress.lua.first_content.errors`.
 """
 
@@ -116,6 +116,8 @@ class EnvoyConfig:
     listen: Address = Address("127.0.0.1", 0)
     admin: Address = Address("127.0.0.1", 0)
     """Envoy's admin interface; on loopback only, since it can stop Envoy."""
+    collector_token: str | None = None
+    """Bearer token of the access-log stream; collectors beyond loopback want one."""
     body_limit_bytes: int = BODY_LIMIT_BYTES
     log_flush_s: float = LOG_FLUSH_S
 
@@ -181,7 +183,11 @@ def _listener(config: EnvoyConfig) -> dict[str, Any]:
             _named(_LUA, _lua()),
             _named(_SSE, _usage_of_streams()),
             _named(_JSON, _usage_of_documents()),
-            _named("envoy.filters.http.router", _typed("extensions.filters.http.router.v3.Router")),
+            # A client sees the server's headers and none of Envoy's own.
+            _named(
+                "envoy.filters.http.router",
+                _typed("extensions.filters.http.router.v3.Router", suppress_envoy_headers=True),
+            ),
         ],
         access_log=[_access_log(config)],
     )
@@ -314,6 +320,9 @@ def _usage_target(key: str) -> dict[str, Any]:
 
 def _access_log(config: EnvoyConfig) -> dict[str, Any]:
     """One entry per finished request to a collector; `/api` has none."""
+    service: dict[str, Any] = {"envoy_grpc": {"cluster_name": _COLLECTOR}}
+    if config.collector_token is not None:
+        service["initial_metadata"] = [{"key": "authorization", "value": f"Bearer {config.collector_token}"}]
     logger = _named(
         "envoy.access_loggers.http_grpc",
         _typed(
@@ -321,13 +330,15 @@ def _access_log(config: EnvoyConfig) -> dict[str, Any]:
             common_config={
                 "log_name": "leadtime",
                 "transport_api_version": "V3",
-                "grpc_service": {"envoy_grpc": {"cluster_name": _COLLECTOR}},
+                "grpc_service": service,
                 "buffer_flush_interval": _s(config.log_flush_s),
                 "custom_tags": [
                     {"tag": names.TAG_FIRST_BODY_BYTE_US, "value": "%COMMON_DURATION(US_TX_END:US_RX_BODY_BEG:us)%"},
                     {"tag": names.TAG_LAST_BYTE_US, "value": "%COMMON_DURATION(US_TX_END:US_RX_END:us)%"},
                 ],
             },
+            additional_request_headers_to_log=[names.PROBE],
+            additional_response_headers_to_log=["content-type"],
         ),
     )
     if config.api:

@@ -69,8 +69,7 @@ class FakeModelServer:
         lines += [f"{name}: {value}" for name, value in script.headers]
         writer.write("\r\n".join([*lines, "", ""]).encode())
         for at_ms, data in script.writes:
-            while (left := begin + at_ms / 1e3 - loop.time()) > 0:
-                await asyncio.sleep(left)
+            await asyncio.sleep(max(0.0, begin + at_ms / 1e3 - loop.time()))
             if reader.at_eof() or writer.is_closing():
                 self.aborted += 1
                 return False

@@ -1,0 +1,5 @@
+"""`python -m services.collector`."""
+
+from services.collector.main import main
+
+raise SystemExit(main())

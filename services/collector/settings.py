@@ -1,0 +1,48 @@
+"""Settings of the collector: environment variables with the prefix LEADTIME_COLLECTOR_, beside the common blocks."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, SecretStr, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from shared.settings import NatsSettings, Port, PositiveMs, ServiceSettings, is_loopback
+
+
+class CollectorSettings(ServiceSettings):
+    """All of the collector's settings."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix="LEADTIME_COLLECTOR_")
+
+    als_host: str = "127.0.0.1"
+    """Address of the access-log gRPC listener, to which Envoy sends its entries."""
+    als_port: Port = 0
+    """0 takes a free port; the service logs which."""
+    als_token: SecretStr | None = None
+    """Bearer token of access-log streams; needed when `als_host` isn't loopback."""
+    als_max_streams: Annotated[int, Field(ge=1, le=100_000)] = 1024
+    """Concurrent access-log streams: one per Envoy worker. More are refused."""
+    als_stream_age_s: Annotated[float, Field(ge=1, le=86_400)] = 30.0
+    """A stream is ended after this age, right after a message, so that Envoy's next one may go to another collector."""
+    probe_user_agents: str = "kube-probe/,GoogleHC/,ELB-HealthChecker/,Prometheus/"
+    """Comma-separated beginnings of user agents whose requests are probes: no sample, no SLO."""
+    probe_paths: str = "/health,/healthz,/readyz,/ping,/version,/metrics,/v1/models"
+    """Comma-separated paths whose requests are probes."""
+    max_post_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 8 << 20
+    """Largest body of `POST /v1/samples`; above it 413."""
+    max_post_samples: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    """Most samples in one `POST /v1/samples`; above it 413."""
+    queue_samples: Annotated[int, Field(ge=1, le=10_000_000)] = 50_000
+    """Samples held while NATS is away or slow, about 1 KB each; beyond it the oldest is dropped and counted."""
+    max_outstanding_acks: Annotated[int, Field(ge=1, le=100_000)] = 512
+    """Samples sent and not yet acknowledged by JetStream."""
+    ack_timeout_ms: PositiveMs = 5_000.0
+    """How long a sent sample waits for its acknowledgement before it is sent again."""
+    drain_timeout_ms: PositiveMs = 5_000.0
+    """How long a stopping collector goes on delivering what it holds."""
+    nats: NatsSettings = Field(default_factory=NatsSettings)
+
+    @model_validator(mode="after")
+    def _guarded_beyond_loopback(self) -> Self:
+        if not is_loopback(self.als_host) and self.als_token is None:
+            raise ValueError("als_token is needed: als_host isn't loopback")
+        return self

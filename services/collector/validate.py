@@ -1,0 +1,275 @@
+"""Accepts a finished request as a sample, or says why not. Pure; never raises for anything an entry holds.
+
+A sample teaches only if it is true, so each way in which an entry isn't a completed request of a known endpoint has
+its own reason, counted. Requests that broke off after their dispatch (client abort, reset, timeout) are kept with
+their outcome: their latency is at least this, which the evaluator uses and the fit doesn't. The features and the
+prediction are those of the endpoint that really served.
+
+Limits: one entry at a time, no memory. Doubles are JetStream's to find, by decision id.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from services.collector.entry import AccessLogEntry
+from services.collector.labels import ClockJumpError, Latencies, estimated_output_tokens, latencies
+from shared.errors import FieldError
+from shared.features import SCHEMA
+from shared.samples import (
+    DecisionMetadata,
+    LatencySample,
+    ListedEndpoint,
+    Outcome,
+    TtftSource,
+    check_sample,
+    decode_decision,
+    decode_row,
+)
+
+DECISION_ID_PATTERN: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+"""A decision id stands in a NATS header."""
+MODEL_LIMIT: Final = 256
+PRIORITY_LIMIT: Final = 2**31 - 1
+
+_ABORTS: Final = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
+_TIMEOUTS: Final = frozenset(
+    {"upstream_request_timeout", "stream_idle_timeout", "duration_timeout", "upstream_max_stream_duration_reached"}
+)
+_RESETS: Final = frozenset(
+    {"upstream_remote_reset", "upstream_connection_termination", "local_reset", "upstream_protocol_error"}
+)
+_NOT_SENT: Final = frozenset({"upstream_connection_failure", "no_healthy_upstream", "upstream_overflow"})
+
+
+class Reason(StrEnum):
+    """What became of an entry; all but `accepted` make no sample."""
+
+    ACCEPTED = "accepted"
+    INTERMEDIATE = "intermediate"
+    PROBE = "probe"
+    SHED = "shed"
+    ABORTED_BEFORE_DISPATCH = "aborted_before_dispatch"
+    NO_ENDPOINT = "no_endpoint"
+    NO_METADATA = "no_metadata"
+    BAD_METADATA = "bad_metadata"
+    WRONG_POOL = "wrong_pool"
+    RETRIED_WITHOUT_SERVER = "retried_without_server"
+    UNLISTED_ENDPOINT = "unlisted_endpoint"
+    BAD_FEATURES = "bad_features"
+    NOT_SUCCESS = "not_success"
+    EMPTY = "empty"
+    NO_TIMING = "no_timing"
+    CLOCK_JUMP = "clock_jump"
+    IMPLAUSIBLE = "implausible"
+
+
+class Note(StrEnum):
+    """What an accepted sample lacks, or what was made of it."""
+
+    NO_FIRST_CONTENT = "no_first_content"
+    NO_USAGE = "no_usage"
+    HELD_BACK = "held_back"
+    CLOSED_AFTER_USAGE = "closed_after_usage"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """An accepted sample with its notes, or the reason against it."""
+
+    reason: Reason
+    sample: LatencySample | None = None
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """How synthetic requests are known: they run on the same servers but are nobody's traffic."""
+
+    user_agent_prefixes: tuple[str, ...] = ("kube-probe/", "GoogleHC/", "ELB-HealthChecker/", "Prometheus/")
+    paths: frozenset[str] = frozenset({"/health", "/healthz", "/readyz", "/ping", "/version", "/metrics", "/v1/models"})
+
+    def match(self, entry: AccessLogEntry) -> bool:
+        return (
+            entry.probe_marked
+            or entry.path in self.paths
+            or entry.method in {"GET", "HEAD", "OPTIONS"}
+            or entry.user_agent.startswith(self.user_agent_prefixes)
+        )
+
+
+def judge(entry: AccessLogEntry, pool: str, probes: Probes) -> Verdict:
+    """The verdict on one entry, for the collector of `pool`."""
+    if entry.intermediate:
+        return Verdict(Reason.INTERMEDIATE)
+    if probes.match(entry):
+        return Verdict(Reason.PROBE)
+    if entry.upstream_address is None or entry.flags & _NOT_SENT:
+        return Verdict(_undispatched(entry))
+    if entry.decision is None:
+        return Verdict(Reason.NO_METADATA)
+    try:
+        decision = decode_decision(entry.decision)
+        _check_told("decision", decision)
+    except FieldError:
+        return Verdict(Reason.BAD_METADATA)
+    if decision.pool != pool:
+        return Verdict(Reason.WRONG_POOL)
+    served = next((listed for listed in decision.endpoints if listed.address == entry.upstream_address), None)
+    if served is None:
+        return Verdict(Reason.UNLISTED_ENDPOINT)
+    return _judge_outcome(entry, decision, served)
+
+
+def _undispatched(entry: AccessLogEntry) -> Reason:
+    """Why a request reached no endpoint, or is not known to have."""
+    if entry.flags & _ABORTS or entry.status == 0:
+        return Reason.ABORTED_BEFORE_DISPATCH
+    if entry.flags:
+        return Reason.NO_ENDPOINT
+    if entry.attempts > 1:
+        return Reason.RETRIED_WITHOUT_SERVER
+    # No flag of Envoy's: the answer is the picker's own.
+    return Reason.SHED if entry.status in {429, 503} else Reason.NOT_SUCCESS
+
+
+def _judge_outcome(entry: AccessLogEntry, decision: DecisionMetadata, served: ListedEndpoint) -> Verdict:
+    outcome, closed_after_usage = _outcome(entry)
+    if outcome is None:
+        return Verdict(Reason.NOT_SUCCESS)
+    complete = outcome is Outcome.OK
+    if complete and (entry.response_bytes == 0 or entry.output_tokens == 0):
+        return Verdict(Reason.EMPTY)
+    if entry.tx_end_us is None:
+        return Verdict(Reason.ABORTED_BEFORE_DISPATCH if outcome is Outcome.CLIENT_ABORT else Reason.NO_TIMING)
+    streamed = decision.streamed if entry.event_stream is None else entry.event_stream
+    try:
+        measured = latencies(entry, streamed=streamed, ended=complete)
+    except ClockJumpError:
+        return Verdict(Reason.CLOCK_JUMP)
+    if measured is None:
+        return Verdict(Reason.NO_TIMING)
+    try:
+        sample = _sample(entry, decision, served, outcome, measured, streamed=streamed)
+        check_sample(sample)
+    except FieldError as error:
+        of_the_row = error.field.startswith(("features", "rows", "prediction"))
+        return Verdict(Reason.BAD_FEATURES if of_the_row else Reason.IMPLAUSIBLE)
+    notes = []
+    if complete and streamed and measured.ttft_ms is None:
+        notes.append(Note.NO_FIRST_CONTENT)
+    if complete and entry.output_tokens is None:
+        notes.append(Note.NO_USAGE)
+    if measured.held_back:
+        notes.append(Note.HELD_BACK)
+    if closed_after_usage:
+        notes.append(Note.CLOSED_AFTER_USAGE)
+    return Verdict(Reason.ACCEPTED, sample, tuple(notes))
+
+
+def _outcome(entry: AccessLogEntry) -> tuple[Outcome | None, bool]:
+    """How a dispatched request ended; None for a complete answer that isn't a 2xx.
+
+    The second value marks an answer whose client left after the usage: many clients close at `[DONE]` without reading
+    the end of the body. Usage comes last, so the generation is complete.
+    """
+    success = 200 <= entry.status < 300
+    if entry.flags & _ABORTS or entry.status == 0 or "downstream_remote_disconnect" in entry.details:
+        if success and entry.output_tokens and entry.first_content_unix_us is not None:
+            return Outcome.OK, True
+        return Outcome.CLIENT_ABORT, False
+    if entry.flags & _TIMEOUTS:
+        return Outcome.TIMEOUT, False
+    if entry.flags & _RESETS or "upstream_reset_after_response_started" in entry.details:
+        return Outcome.UPSTREAM_RESET, False
+    return (Outcome.OK if success else None), False
+
+
+def _sample(
+    entry: AccessLogEntry,
+    decision: DecisionMetadata,
+    served: ListedEndpoint,
+    outcome: Outcome,
+    measured: Latencies,
+    *,
+    streamed: bool,
+) -> LatencySample:
+    row = decode_row(served.features)
+    if decision.schema_hash == SCHEMA.hash:
+        SCHEMA.check(row.reshape(1, -1))
+    features = row.tolist()
+    _check_finite("features", *features)
+    _check_finite("prediction", *(served.prediction or {}).values())
+    estimated = entry.output_tokens is None and entry.response_bytes > 0
+    output_tokens = (
+        estimated_output_tokens(entry.response_bytes, streamed=streamed) if estimated else entry.output_tokens
+    )
+    return LatencySample(
+        decision_id=decision.decision_id,
+        pool=decision.pool,
+        model=decision.model,
+        endpoint=served.address,
+        outcome=outcome,
+        status=entry.status,
+        streamed=streamed,
+        received_unix_ms=decision.received_unix_ms,
+        completed_unix_ms=(entry.start_unix_us + entry.duration_us) / 1e3,
+        rung=decision.rung,
+        schema_hash=decision.schema_hash,
+        features=features,
+        queue_ms=decision.queue_ms,
+        decision_ms=decision.decision_ms,
+        ttft_slo_ms=decision.ttft_slo_ms,
+        tpot_slo_ms=decision.tpot_slo_ms,
+        priority=decision.priority,
+        bundle_version=decision.bundle_version,
+        propensity=decision.propensity,
+        prediction=served.prediction,
+        ttft_ms=measured.ttft_ms,
+        tpot_ms=measured.tpot_ms,
+        e2e_ms=measured.e2e_ms,
+        ttft_source=TtftSource.ACCESS_LOG if measured.ttft_ms is not None else None,
+        input_tokens=entry.input_tokens,
+        cached_tokens=entry.cached_tokens,
+        output_tokens=output_tokens,
+        output_tokens_estimated=estimated,
+        attempts=entry.attempts,
+    )
+
+
+def check_posted(sample: LatencySample, pool: str) -> None:
+    """Raise FieldError for a posted sample that can't be published; its values were checked as it was read."""
+    _check_told("sample", sample)
+    if sample.pool != pool:
+        raise FieldError("sample.pool", f"'{sample.pool[:63]}'", f"'{pool}', the pool of this collector")
+    if sample.ttft_ms is not None and not sample.streamed:
+        raise FieldError("sample.ttft_ms", "a value for an answer that wasn't streamed", "absent")
+    if sample.ttft_ms is not None and sample.e2e_ms is not None and sample.ttft_ms > sample.e2e_ms:
+        raise FieldError("sample.ttft_ms", str(sample.ttft_ms), f"at most e2e_ms ({sample.e2e_ms})")
+    _check_finite("sample.completed_unix_ms", sample.completed_unix_ms)
+    _check_finite("sample.features", *sample.features)
+    _check_finite("sample.prediction", *(sample.prediction or {}).values())
+
+
+def _check_told(message: str, told: DecisionMetadata | LatencySample) -> None:
+    """Check what a router says of a request: both messages carry it, and readers must be able to read it as JSON."""
+    if DECISION_ID_PATTERN.fullmatch(told.decision_id) is None:
+        raise FieldError(
+            f"{message}.decision_id", f"text of {len(told.decision_id)} characters", "1 to 64 of A-Z a-z 0-9 . _ : -"
+        )
+    if not 0 < len(told.model) <= MODEL_LIMIT:
+        raise FieldError(f"{message}.model", f"text of {len(told.model)} characters", f"1 to {MODEL_LIMIT} characters")
+    if not abs(told.priority) <= PRIORITY_LIMIT:
+        raise FieldError(f"{message}.priority", "a number beyond 32 bits", f"-{PRIORITY_LIMIT} to {PRIORITY_LIMIT}")
+    for name in ("received_unix_ms", "queue_ms", "decision_ms", "propensity", "ttft_slo_ms", "tpot_slo_ms"):
+        value = getattr(told, name)
+        if value is not None:
+            _check_finite(f"{message}.{name}", value)
+
+
+def _check_finite(field: str, *values: float) -> None:
+    """JSON has no word for NaN and infinity."""
+    if not all(map(math.isfinite, values)):
+        raise FieldError(field, "NaN or infinity", "finite numbers")
