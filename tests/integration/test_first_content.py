@@ -1,0 +1,376 @@
+"""The true first-content instant reaches the access log through a real Envoy, in whatever dress an answer comes.
+
+Every variant is a scripted answer whose first content leaves the server 400 ms after the request (450 where an event
+is split) and whose role chunk leaves at 100: a label near 100 would be the first body byte, the bug that poisons
+training. All variants run at once through one Envoy; each test reads one. Bounds say which of the two instants was
+measured, not how fast this machine is.
+"""
+
+import asyncio
+import contextlib
+import gzip
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, render
+from services.collector.entry import AccessLogEntry
+from services.collector.envoy_log import plain_entry
+from services.collector.labels import latencies
+from shared.labels import carries_content
+from tests import servers
+from tests.fakes.access_log_receiver import access_log_receiver
+from tests.fakes.fake_model_server import (
+    DONE,
+    ROLE,
+    USAGE,
+    Script,
+    Seen,
+    chat,
+    event,
+    fake_model_server,
+    stream_script,
+)
+from tests.fakes.fake_picker import fake_picker
+
+COMMENT = b': ping "content":"x"\n\n'
+FIRST = event(chat({"content": "tok"}))
+HALF = FIRST.index(b"tok") + 1
+KEY = FIRST.index(b'"content"') + 4
+ESCAPED = chat(
+    {"content": ""}, logprobs={"content": [{"token": '"content":"x"', "logprob": -1.0}]}, note='say "content":"x" now'
+)
+
+
+def spaced(document: Any, end: str) -> bytes:
+    return f"data: {json.dumps(document)}{end}{end}".encode()
+
+
+def text_event(text: str) -> bytes:
+    return event({"object": "text_completion", "choices": [{"index": 0, "text": text}]})
+
+
+def recoded(script: Script, transform: Any) -> Script:
+    return replace(script, writes=[(at, transform(data)) for at, data in script.writes])
+
+
+def zipped(script: Script) -> Script:
+    """The same answer as one gzip stream, flushed at every write."""
+    packer = gzip.zlib.compressobj(wbits=31)
+    writes = [(at, packer.compress(data) + packer.flush(gzip.zlib.Z_SYNC_FLUSH)) for at, data in script.writes]
+    writes[-1] = (writes[-1][0], writes[-1][1] + packer.flush())
+    return replace(script, writes=writes, headers=(*script.headers, ("content-encoding", "gzip")))
+
+
+ANTHROPIC = [
+    (100.0, event({"type": "message_start", "message": {"content": [], "usage": {"input_tokens": 30}}})),
+    (120.0, event({"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}})),
+    (150.0, event({"type": "ping"})),
+]
+SCRIPTS: dict[str, Script] = {
+    "plain": stream_script(),
+    "spaced": stream_script([(400.0, spaced(chat({"content": "tok"}), "\n"))], [(100.0, spaced(ROLE, "\n"))]),
+    "crlf": stream_script([(400.0, spaced(chat({"content": "tok"}), "\r\n"))], [(100.0, spaced(ROLE, "\r\n"))]),
+    "cr": recoded(stream_script(), lambda data: data.replace(b"\n", b"\r")),
+    "null_first": stream_script(
+        before=[(100.0, event(ROLE)), (150.0, event(chat({"content": None, "tool_calls": []})))]
+    ),
+    "reasoning": stream_script([(400.0, event(chat({"reasoning_content": "hm"})))]),
+    "reasoning_short": stream_script([(400.0, event(chat({"reasoning": "hm"})))]),
+    "tool_call": stream_script([(400.0, event(chat({"tool_calls": [{"index": 0, "function": {"name": "f"}}]})))]),
+    "refusal": stream_script([(400.0, event(chat({"refusal": "no"})))]),
+    "comments": stream_script(
+        before=[*((20.0 * n, COMMENT) for n in range(1, 5)), (100.0, event(ROLE)), (200.0, COMMENT)]
+    ),
+    "escaped": stream_script(before=[(100.0, event(ROLE)), (150.0, event(ESCAPED))]),
+    "split_value": stream_script([(400.0, FIRST[:HALF]), (450.0, FIRST[HALF:])]),
+    "split_key": stream_script([(400.0, FIRST[:KEY]), (450.0, FIRST[KEY:])]),
+    "role_with_content": stream_script([(400.0, event(ROLE) + FIRST + FIRST)], before=[(100.0, COMMENT)]),
+    "large": stream_script([(400.0, event(chat({"content": "x" * 200_000})))]),
+    "completions": stream_script([(400.0, text_event("tok"))], [(100.0, text_event(""))]),
+    "responses": stream_script(
+        [(400.0, event({"type": "response.output_text.delta", "delta": "tok"}))],
+        [(100.0, event({"type": "response.created", "response": {"output": [], "text": {"format": "text"}}}))],
+    ),
+    "anthropic": stream_script(
+        [(400.0, event({"type": "content_block_delta", "delta": {"type": "text_delta", "text": "tok"}}))], ANTHROPIC
+    ),
+    "usage_split_from_done": Script(
+        [*stream_script(usage=False).writes[:-1], (600.0, event(USAGE)[:20]), (610.0, event(USAGE)[20:]), (620.0, DONE)]
+    ),
+    "retry": stream_script(),
+    "gzip_if_asked": stream_script(),
+    "gzip_anyway": zipped(stream_script()),
+    "no_content": stream_script([(400.0, event(chat({}, finish_reason="stop")))], tokens=0),
+    "dies": replace(stream_script(tokens=3, usage=False), dies=True),
+    "json": Script(
+        [(400.0, json.dumps({"choices": [{"message": {"content": "hi"}}], "usage": USAGE["usage"]}).encode())],
+        content_type="application/json",
+        header_delay_ms=400.0,
+    ),
+    "error": Script([(5.0, b'{"error":{"message":"no"}}')], status=500, content_type="application/json"),
+    "abort_60": stream_script(),
+    "abort_250": stream_script(),
+    "abort_520": stream_script(),
+}
+ABORTS_MS = {name: float(name.removeprefix("abort_")) for name in SCRIPTS if name.startswith("abort_")}
+FIRST_AT_400 = [
+    "plain", "spaced", "crlf", "cr", "null_first", "reasoning", "reasoning_short", "tool_call", "refusal", "comments",
+    "escaped", "large", "completions", "responses", "anthropic", "usage_split_from_done", "retry", "gzip_if_asked",
+]  # fmt: skip
+# Events of every dialect, each alone in a stream: Lua and Python must agree on which of them is content.
+CORPUS: list[Any] = [
+    ROLE, chat({}), chat({"content": None}), chat({"content": "a"}), chat({"refusal": None}), chat({"content": "\n"}), chat({"content": '"'}),
+    chat({"reasoning_content": ""}), chat({"reasoning_content": "a"}), chat({"reasoning": "a"}),
+    chat({"refusal": "a"}), chat({"tool_calls": []}), chat({"tool_calls": [{"index": 0}]}), chat({"tool_calls": None}),
+    chat({"function_call": {"name": "f"}}), chat({"function_call": None}), chat({"audio": {"data": "a"}}),
+    chat({"content": "", "role": "assistant"}, finish_reason="stop"), ESCAPED, USAGE,
+    {"choices": [{"text": ""}]}, {"choices": [{"text": "a"}]}, {"choices": []},
+    {"choices": [{"delta": {"content": ""}}, {"delta": {"content": "a"}}]},
+    {"type": "response.created", "response": {"text": {"format": {"type": "text"}}, "reasoning": {"effort": None}}},
+    {"type": "response.output_text.delta", "delta": "a"}, {"type": "response.output_text.delta", "delta": ""},
+    {"type": "response.function_call_arguments.delta", "delta": "{"},
+    {"type": "ping"}, {"type": "message_start", "message": {"content": []}},
+    {"type": "content_block_start", "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_start", "content_block": {"type": "tool_use", "id": "t", "name": "f"}},
+    {"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": "a"}},
+    {"type": "content_block_delta", "delta": {"type": "input_json_delta", "partial_json": "{"}},
+    {"type": "content_block_delta", "delta": {"type": "text_delta", "text": ""}},
+    {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 4}},
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What Envoy logged and what the client got."""
+
+    entry: AccessLogEntry
+    status: int
+    body: bytes
+    lua: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """All variants, and Envoy's own counts afterwards."""
+
+    variants: dict[str, Observed]
+    corpus: list[bool]
+    stats: dict[str, int]
+    accept_encodings: set[str]
+
+
+def choose_on(first: bool) -> Any:
+    """Scripts of the first or the second endpoint: only a retried request ever sees the second."""
+
+    def choose(seen: Seen) -> Script:
+        name = seen.headers["x-variant"]
+        if name.startswith("corpus-"):
+            return Script([(0.0, event(CORPUS[int(name.removeprefix("corpus-"))]))])
+        if name == "retry" and first:
+            return Script([(0.0, b"{}")], status=503, content_type="application/json", header_delay_ms=150.0)
+        if name == "gzip_if_asked" and "gzip" in seen.headers.get("accept-encoding", ""):
+            return zipped(SCRIPTS[name])
+        return SCRIPTS[name]
+
+    return choose
+
+
+async def send(client: httpx.AsyncClient, name: str) -> tuple[int, bytes]:
+    path = "/v1/completions" if name == "completions" else "/v1/chat/completions"
+    headers = {"x-request-id": name, "x-variant": name, "accept-encoding": "gzip"}
+    received = b""
+    status = 0
+    with contextlib.suppress(TimeoutError, httpx.RemoteProtocolError):
+        async with (
+            asyncio.timeout(ABORTS_MS[name] / 1e3 if name in ABORTS_MS else 30.0),
+            client.stream("POST", path, json={"model": "m", "messages": []}, headers=headers) as response,
+        ):
+            status = response.status_code
+            async for part in response.aiter_raw():
+                received += part
+    return status, received
+
+
+async def run_all() -> Run:
+    async with (
+        fake_model_server(choose_on(first=True)) as one,
+        fake_model_server(choose_on(first=False)) as two,
+        fake_picker([one.address, two.address], "decision") as picker,
+        access_log_receiver() as log,
+    ):
+        config = EnvoyConfig(
+            endpoints=tuple(Address("127.0.0.1", int(fake.address.rpartition(":")[2])) for fake in (one, two)),
+            routers=(RouterAddress(Address("127.0.0.1", picker.port), picker.health_port),),
+            collectors=(Address("127.0.0.1", log.port),),
+        )
+        async with (
+            servers.envoy(render(config)) as proxy,
+            httpx.AsyncClient(base_url=proxy.url, timeout=30.0, limits=httpx.Limits(max_connections=None)) as client,
+        ):
+            corpus = [f"corpus-{index}" for index in range(len(CORPUS))]
+            results = dict(zip(SCRIPTS, await asyncio.gather(*(send(client, name) for name in SCRIPTS)), strict=True))
+            await asyncio.gather(*(send(client, name) for name in corpus))
+
+            async def logged(name: str) -> tuple[AccessLogEntry, dict[str, str]]:
+                message = await log.entry(lambda entry: entry.request.request_id == name)
+                spaces = message.common_properties.metadata.filter_metadata
+                lua = {k: v.string_value for k, v in spaces["leadtime_lua"].fields.items()}
+                return plain_entry(message), lua
+
+            variants = {}
+            for name, (status, body) in results.items():
+                entry, lua = await logged(name)
+                variants[name] = Observed(entry, status, body, lua)
+            found = [(await logged(name))[0].first_content_unix_us is not None for name in corpus]
+            stats = await proxy.stats("lua|ext_proc|upstream_rq_retry$")
+            accepted = {seen.headers.get("accept-encoding", "") for seen in one.requests}
+    return Run(variants, found, stats, accepted)
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return asyncio.run(run_all())
+
+
+def ttft(entry: AccessLogEntry, *, ended: bool = True) -> float | None:
+    measured = latencies(entry, streamed=True, ended=ended)
+    assert measured is not None
+    return measured.ttft_ms
+
+
+@pytest.mark.parametrize("name", FIRST_AT_400)
+def test_ttft_ends_at_the_first_content_and_not_at_the_first_byte(run: Run, name: str) -> None:
+    entry = run.variants[name].entry
+    measured = latencies(entry, streamed=True, ended=True)
+    assert measured is not None
+    assert measured.ttft_ms is not None
+    assert 390.0 < measured.ttft_ms < 520.0
+    assert entry.first_body_us is not None
+    assert entry.first_body_us < 250_000
+    assert entry.output_tokens == 21
+    assert entry.cached_tokens == 16
+    assert measured.tpot_ms is not None
+    assert 8.0 < measured.tpot_ms < 14.0
+
+
+@pytest.mark.parametrize("name", ["split_value", "split_key"])
+def test_a_split_event_counts_when_its_line_is_complete(run: Run, name: str) -> None:
+    measured = ttft(run.variants[name].entry)
+    assert measured is not None
+    assert 440.0 < measured < 570.0
+
+
+def test_role_and_content_in_one_write_count_at_that_write(run: Run) -> None:
+    measured = ttft(run.variants["role_with_content"].entry)
+    assert measured is not None
+    assert 390.0 < measured < 520.0
+
+
+def test_keep_alive_comments_move_the_first_byte_but_not_the_label(run: Run) -> None:
+    first_body_us = run.variants["comments"].entry.first_body_us
+    assert first_body_us is not None
+    assert first_body_us < 95_000
+
+
+def test_a_retry_counts_from_the_attempt_that_answered(run: Run) -> None:
+    """The first endpoint took 150 ms for its 503; the label is the second's alone."""
+    entry = run.variants["retry"].entry
+    assert entry.attempts == 2
+    assert entry.flags == frozenset()
+    measured = ttft(entry)
+    assert measured is not None
+    assert measured < 520.0
+    assert entry.duration_us > 740_000
+
+
+@pytest.mark.parametrize("name", sorted(set(SCRIPTS) - set(ABORTS_MS) - {"dies"}))
+def test_the_answer_is_byte_for_byte_the_server_s(run: Run, name: str) -> None:
+    assert run.variants[name].body == SCRIPTS[name].body
+    assert run.variants[name].status == SCRIPTS[name].status
+
+
+def test_the_server_is_never_asked_to_encode(run: Run) -> None:
+    assert run.accept_encodings == {""}
+
+
+def test_an_encoded_answer_has_no_ttft_and_says_why(run: Run) -> None:
+    observed = run.variants["gzip_anyway"]
+    assert observed.lua == {"skip": "encoded"}
+    assert ttft(observed.entry) is None
+
+
+def test_a_stream_without_content_has_no_ttft_and_says_why(run: Run) -> None:
+    observed = run.variants["no_content"]
+    assert observed.lua == {"skip": "none"}
+    assert ttft(observed.entry) is None
+
+
+@pytest.mark.parametrize("name", ["abort_60", "abort_250"])
+def test_a_client_that_leaves_before_content_leaves_no_ttft(run: Run, name: str) -> None:
+    entry = run.variants[name].entry
+    assert entry.first_content_unix_us is None
+    assert entry.rx_end_us is None
+    assert "downstream_connection_termination" in entry.flags
+    assert ttft(entry, ended=False) is None
+
+
+def test_a_client_that_leaves_after_content_leaves_its_ttft(run: Run) -> None:
+    entry = run.variants["abort_520"].entry
+    measured = latencies(entry, streamed=True, ended=False)
+    assert measured is not None
+    assert measured.ttft_ms is not None
+    assert 390.0 < measured.ttft_ms < 520.0
+    assert measured.tpot_ms is None
+    assert entry.output_tokens is None
+
+
+def test_a_server_that_dies_after_content_leaves_its_ttft_and_no_usage(run: Run) -> None:
+    entry = run.variants["dies"].entry
+    measured = ttft(entry, ended=False)
+    assert measured is not None
+    assert 390.0 < measured < 520.0
+    assert entry.output_tokens is None
+    assert "upstream_reset_after_response_started" in entry.details
+
+
+def test_a_plain_json_answer_has_usage_and_no_first_content(run: Run) -> None:
+    entry = run.variants["json"].entry
+    assert entry.first_content_unix_us is None
+    assert (entry.input_tokens, entry.output_tokens, entry.cached_tokens) == (30, 21, 16)
+    assert entry.event_stream is False
+
+
+def test_an_error_is_an_error_without_labels(run: Run) -> None:
+    observed = run.variants["error"]
+    assert observed.entry.status == 500
+    assert observed.lua == {}
+
+
+def test_every_entry_carries_decision_and_server(run: Run) -> None:
+    assert {observed.entry.decision for observed in run.variants.values()} == {"decision"}
+    assert all(observed.entry.upstream_address for observed in run.variants.values())
+
+
+def test_lua_and_python_call_the_same_events_content(run: Run) -> None:
+    """first_content.lua matches text, shared/labels.py decodes JSON; on this corpus they agree."""
+    disagree = [
+        document for document, found in zip(CORPUS, run.corpus, strict=True) if found is not carries_content(document)
+    ]
+    assert disagree == []
+
+
+def test_the_script_runs_once_per_answer_and_never_fails(run: Run) -> None:
+    assert run.stats["http.ingress.lua.first_content.errors"] == 0
+    answered = len(SCRIPTS) + len(CORPUS)
+    assert run.stats["http.ingress.lua.first_content.executions"] <= answered
+
+
+def test_a_picker_hears_two_messages_per_request_and_no_response(run: Run) -> None:
+    requests = len(SCRIPTS) + len(CORPUS)
+    assert run.stats["http.ingress.ext_proc.streams_started"] == requests
+    assert run.stats["http.ingress.ext_proc.stream_msgs_sent"] == 2 * requests
+    assert run.stats["http.ingress.ext_proc.failure_mode_allowed"] == 0
