@@ -19,9 +19,9 @@ from services.router.extproc.messages import RequestHead, Routed
 from services.router.metrics import RouterMetrics
 from services.router.predict.ladder import Ladder
 from services.router.predict.types import Prediction
-from services.router.request.errors import RejectReason, RequestRejected
+from services.router.request.errors import RejectReason, RequestRejected, UnsupportedEncoding
 from services.router.request.inference_request import InferenceRequest
-from services.router.request.parse import is_inference_path, parse
+from services.router.request.parse import ParseConfig, Route, parse, route_of
 from services.router.scheduling.decision import Decision
 from services.router.scheduling.interfaces import Context
 from services.router.scheduling.pipeline import Pipeline
@@ -47,7 +47,7 @@ class DirectorOptions:
     pool: str
     listed_endpoints: int
     predict_deadline_ms: float
-    trust_request_headers: bool
+    parsing: ParseConfig
 
 
 class Director:
@@ -79,9 +79,12 @@ class Director:
         received_ms = self._clock.monotonic_ms()
         received_unix_ms = self._clock.unix_ms()
         try:
-            if body is None or not is_inference_path(head.route):
+            if body is None or route_of(head.path) is Route.OTHER:
                 return self._pass_through(head, received_unix_ms)
-            request = parse(head.route, head.headers, body, self._state.tokens, self._options.trust_request_headers)
+            try:
+                request = parse(head.path, head.headers, body, self._state.tokens, self._options.parsing)
+            except UnsupportedEncoding:  # the model server may know it: routed unread rather than refused
+                return self._pass_through(head, received_unix_ms)
             parsed_ms = self._clock.monotonic_ms()
             self._metrics.stage("parse", parsed_ms - received_ms)
             return await self._route(request, head, received_ms, received_unix_ms)

@@ -1,0 +1,165 @@
+"""Parts die and come back while requests go on: none fails, samples resume, nothing acknowledged is lost."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Running, running, servers
+from tests.servers import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@asynccontextmanager
+async def traffic(live: Running, concurrency: int = 4) -> AsyncIterator[list[int]]:
+    """Requests without a pause while the block runs; yields their statuses as they come."""
+    statuses: list[int] = []
+    stopping = asyncio.Event()
+    counter = itertools.count()
+
+    async def sender() -> None:
+        while not stopping.is_set():
+            number = next(counter)
+            response = await live.chat(f"traffic {number}", stream=number % 2 == 0)
+            statuses.append(response.status_code)
+
+    senders = [asyncio.create_task(sender()) for _ in range(concurrency)]
+    try:
+        yield statuses
+    finally:
+        stopping.set()
+        await asyncio.gather(*senders)
+
+
+async def more(statuses: list[int], count: int = 40) -> None:
+    """Wait for `count` further answers."""
+    goal = len(statuses) + count
+    await until(lambda: len(statuses) >= goal, f"{count} more answers", timeout_s=30.0)
+
+
+async def grows(live: Running) -> None:
+    """Wait until a sample more is on the stream."""
+    before = await live.samples()
+
+    async def grown() -> bool:
+        return await live.samples() > before
+
+    await until(grown, "samples arrive", timeout_s=30.0)
+
+
+async def rung_counts_up(live: Running, rung: str) -> None:
+    before = (await live.served_by())[rung]
+
+    async def counted() -> bool:
+        return (await live.served_by())[rung] > before
+
+    await until(counted, f"decisions come from rung {rung}", timeout_s=30.0)
+
+
+async def test_before_the_first_bundle_the_heuristic_answers(tmp_path: Path) -> None:
+    async for live in running(tmp_path, servers(), {"LEADTIME_TRAINER_MIN_SAMPLES": "100000"}):
+        response = await live.chat("first")
+        assert response.status_code == 200
+        assert (await live.newest_decision())["rung"] == "heuristic"
+
+
+async def test_a_killed_predictor_leaves_the_routers_own_bundle(live: Running) -> None:
+    await live.learn()
+    async with traffic(live) as statuses:
+        await rung_counts_up(live, "predictor")
+        await live.stack.kill("predictor")
+        await rung_counts_up(live, "in_process")
+        await more(statuses)
+        await live.stack.restart("predictor")
+        await rung_counts_up(live, "predictor")
+    assert set(statuses) == {200}
+
+
+@pytest.mark.parametrize("part", ["nats", "redis", "collector", "trainer"])
+async def test_requests_go_on_without(live: Running, part: str) -> None:
+    """The part is killed under load and started again; samples resume and the window is whole."""
+    await live.learn()
+    async with traffic(live) as statuses:
+        await grows(live)
+        acknowledged = await live.samples()
+        await live.stack.kill(part)
+        await more(statuses, 60)
+        await live.stack.restart(part)
+        await more(statuses)
+        await grows(live)
+        assert await live.samples() >= acknowledged
+    assert set(statuses) == {200}
+    await live.idle()
+
+
+async def test_bundles_are_swapped_under_load_without_a_failed_request(live: Running) -> None:
+    await live.learn()
+    await live.client.post(f"{live.router}/v1/stats/reset")
+    async with traffic(live) as statuses:
+
+        async def three() -> bool:
+            return len((await live.stats())["bundles"]) >= 3
+
+        await until(three, "three bundles have served decisions", timeout_s=60.0)
+    assert set(statuses) == {200}
+
+
+async def test_a_dead_endpoint_is_not_picked_first(live: Running) -> None:
+    await live.control("stop/s1")
+    try:
+
+        async def two_ready() -> bool:
+            endpoints = (await live.router_json("/v1/endpoints"))["endpoints"]
+            return sum(bool(endpoint["ready"]) for endpoint in endpoints) == 2
+
+        async with traffic(live) as statuses:
+            await until(two_ready, "the router has noticed", timeout_s=30.0)
+            await more(statuses, 60)
+        assert set(statuses) == {200}
+    finally:
+        await live.control("start/s1")
+
+    async def all_ready() -> bool:
+        endpoints = (await live.router_json("/v1/endpoints"))["endpoints"]
+        return all(endpoint["ready"] for endpoint in endpoints)
+
+    await until(all_ready, "the endpoint is found again", timeout_s=30.0)
+
+
+async def test_without_a_ready_endpoint_the_answer_is_503(live: Running) -> None:
+    for i in range(3):
+        await live.control(f"stop/s{i}")
+    try:
+
+        async def none_ready() -> bool:
+            endpoints = (await live.router_json("/v1/endpoints"))["endpoints"]
+            return not any(endpoint["ready"] for endpoint in endpoints)
+
+        await until(none_ready, "the router has noticed", timeout_s=30.0)
+        response = await live.chat("nobody")
+        assert response.status_code == 503
+        assert response.json()["error"]["code"]
+        assert response.headers["x-leadtime-reason"] == "no_endpoint"
+    finally:
+        for i in range(3):
+            await live.control(f"start/s{i}")
+
+    async def all_ready() -> bool:
+        endpoints = (await live.router_json("/v1/endpoints"))["endpoints"]
+        return all(endpoint["ready"] for endpoint in endpoints)
+
+    await until(all_ready, "the endpoints are found again", timeout_s=30.0)
+
+
+async def test_a_killed_router_leaves_envoy_routing_by_itself(live: Running) -> None:
+    async with traffic(live) as statuses:
+        await more(statuses, 10)
+        await live.stack.kill("router")
+        await more(statuses, 40)
+        await live.stack.restart("router")
+        await rung_counts_up(live, "predictor")
+    assert set(statuses) == {200}
