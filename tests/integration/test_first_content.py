@@ -123,7 +123,8 @@ FIRST_AT_400 = [
 ]  # fmt: skip
 # Events of every dialect, each alone in a stream: Lua and Python must agree on which of them is content.
 CORPUS: list[Any] = [
-    ROLE, chat({}), chat({"content": None}), chat({"content": "a"}), chat({"refusal": None}), chat({"content": "\n"}), chat({"content": '"'}),
+    ROLE, chat({}), chat({"content": None}), chat({"content": "a"}), chat({"refusal": None}),
+    chat({"content": "\n"}), chat({"content": '"'}),
     chat({"reasoning_content": ""}), chat({"reasoning_content": "a"}), chat({"reasoning": "a"}),
     chat({"refusal": "a"}), chat({"tool_calls": []}), chat({"tool_calls": [{"index": 0}]}), chat({"tool_calls": None}),
     chat({"function_call": {"name": "f"}}), chat({"function_call": None}), chat({"audio": {"data": "a"}}),
@@ -185,13 +186,12 @@ async def send(client: httpx.AsyncClient, name: str) -> tuple[int, bytes]:
     received = b""
     status = 0
     with contextlib.suppress(TimeoutError, httpx.RemoteProtocolError):
-        async with (
-            asyncio.timeout(ABORTS_MS[name] / 1e3 if name in ABORTS_MS else 30.0),
-            client.stream("POST", path, json={"model": "m", "messages": []}, headers=headers) as response,
-        ):
+        async with client.stream("POST", path, json={"model": "m", "messages": []}, headers=headers) as response:
             status = response.status_code
-            async for part in response.aiter_raw():
-                received += part
+            # The headers come at once, so an abort's clock starts near the server's.
+            async with asyncio.timeout(ABORTS_MS[name] / 1e3 if name in ABORTS_MS else 30.0):
+                async for part in response.aiter_raw():
+                    received += part
     return status, received
 
 
@@ -254,7 +254,7 @@ def test_ttft_ends_at_the_first_content_and_not_at_the_first_byte(run: Run, name
     assert entry.output_tokens == 21
     assert entry.cached_tokens == 16
     assert measured.tpot_ms is not None
-    assert 8.0 < measured.tpot_ms < 14.0
+    assert 8.0 < measured.tpot_ms < 20.0
 
 
 @pytest.mark.parametrize("name", ["split_value", "split_key"])
@@ -273,7 +273,7 @@ def test_role_and_content_in_one_write_count_at_that_write(run: Run) -> None:
 def test_keep_alive_comments_move_the_first_byte_but_not_the_label(run: Run) -> None:
     first_body_us = run.variants["comments"].entry.first_body_us
     assert first_body_us is not None
-    assert first_body_us < 95_000
+    assert first_body_us < 250_000
 
 
 def test_a_retry_counts_from_the_attempt_that_answered(run: Run) -> None:
