@@ -1,0 +1,137 @@
+"""The physics basis: what the base of the model is linear in. Pure.
+
+A term is relu(left · row − knot) × relu(right · row), so that the whole basis is two matrix products in float32, the
+same in numpy here and in the exported graph. Coefficients are non-negative, hence a base that never falls as load
+grows and keeps its slope beyond what was seen, where trees go flat. Hinges on the new tokens follow the measured
+knees of prefill kernels (64 to 512 tokens): without them the bias beyond the training range was −10…−16 %, with them
+0…−2 %. A column of n² is left out: the fit abuses it for the knee (41–53 % bias).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from shared.features import SCHEMA, FloatMatrix, Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One column of the basis; weights are by feature name. `min_rows` is how many rows it takes to be fitted."""
+
+    name: str
+    left: Mapping[str, float] = field(default_factory=dict)
+    knot: float = 0.0
+    right: Mapping[str, float] = field(default_factory=dict)
+    scale: float = 1.0
+    min_rows: int = 0
+
+
+_OWN: Final = {"uncached_tokens": 1.0}
+_BACKLOG: Final = {"uncached_tokens": 1.0, "pending_uncached_tokens": 1.0}
+_BATCH: Final = {"decoding_requests": 1.0, "pending_requests": 1.0}
+_CONTEXT: Final = {"decode_context_tokens": 1.0, "input_tokens": 1.0}
+_EXPECTED: Final = {"expected_output_tokens": 1.0}
+
+PREFILL_TERMS: Final = (
+    Term("own uncached", _OWN, scale=1e-3),
+    Term("pending uncached", {"pending_uncached_tokens": 1.0}, scale=1e-3),
+    Term("decoding", {"decoding_requests": 1.0}),
+    # New tokens attend to the cached ones and to half of themselves.
+    Term("attention", _OWN, right={"input_tokens": 1.0, "uncached_tokens": -0.5}, scale=1e-6, min_rows=50),
+    *(Term(f"own uncached over {knot}", _OWN, knot, scale=1e-3, min_rows=50) for knot in (64, 128, 256, 512)),
+    Term("pending", {"pending_requests": 1.0}, min_rows=50),
+    Term("decode context", {"decode_context_tokens": 1.0}, scale=1e-3, min_rows=50),
+    # Every chunk of the backlog runs beside the decoding batch and pays for its context again.
+    Term("backlog beside decodes", _BACKLOG, right={"decoding_requests": 1.0}, scale=1e-3, min_rows=200),
+    Term("backlog beside context", _BACKLOG, right={"decode_context_tokens": 1.0}, scale=1e-6, min_rows=200),
+    Term("waiting beyond the ledger", {"waiting_requests": 1.0, "pending_requests": -1.0}, min_rows=200),
+    Term("step time", {"step_time_ms": 1.0}, min_rows=200),
+)
+DECODE_TERMS: Final = (
+    Term("batch", _BATCH),
+    Term("context", _CONTEXT, scale=1e-3),
+    *(Term(f"batch over {knot}", _BATCH, knot, min_rows=200) for knot in (64, 128, 256)),
+    # Prefills run in the same steps as this request's decode.
+    Term("backlog", _BACKLOG, scale=1e-3, min_rows=50),
+    Term("step time", {"step_time_ms": 1.0}, min_rows=50),
+)
+WHOLE_TERMS: Final = (
+    *PREFILL_TERMS,
+    Term("expected output", _EXPECTED, scale=1e-2),
+    Term("output unknown", {"expected_output_tokens_known": -1.0}, knot=-1.0),
+    Term("expected output in batch", _EXPECTED, right=_BATCH, scale=1e-3, min_rows=50),
+    Term("expected output with context", _EXPECTED, right=_CONTEXT, scale=1e-6, min_rows=200),
+    Term("expected output at step time", _EXPECTED, right={"step_time_ms": 1.0}, scale=1e-3, min_rows=200),
+)
+TERMS: Final[Mapping[str, tuple[Term, ...]]] = {"ttft": PREFILL_TERMS, "tpot": DECODE_TERMS, "e2e": WHOLE_TERMS}
+
+
+class Basis:
+    """Terms as matrices: `left`, `right` float32 (F, B), `left_offset`, `right_offset` float32 (B,). Column 0 is 1."""
+
+    __slots__ = ("left", "left_offset", "min_rows", "names", "right", "right_offset")
+
+    def __init__(self, terms: Sequence[Term], schema: Schema = SCHEMA) -> None:
+        self.names = ("constant", *(term.name for term in terms))
+        shape = (len(schema), len(self.names))
+        self.left = np.zeros(shape, np.float32)
+        self.right = np.zeros(shape, np.float32)
+        self.left_offset = np.zeros(shape[1], np.float32)
+        self.right_offset = np.ones(shape[1], np.float32)
+        self.left_offset[0] = 1.0
+        self.min_rows = np.array([0, *(term.min_rows for term in terms)])
+        for column, term in enumerate(terms, start=1):
+            for name, weight in term.left.items():
+                self.left[schema.index[name], column] = weight * term.scale
+            self.left_offset[column] = -term.knot * term.scale
+            for name, weight in term.right.items():
+                self.right[schema.index[name], column] = weight
+            self.right_offset[column] = 0.0 if term.right else 1.0
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def evaluate(self, rows: FloatMatrix) -> FloatMatrix:
+        """float32 (n, F) → float32 (n, B), every value ≥ 0."""
+        left = np.maximum(rows @ self.left + self.left_offset, np.float32(0))
+        right = np.maximum(rows @ self.right + self.right_offset, np.float32(0))
+        return np.asarray(left * right, np.float32)
+
+
+def basis_of(target: str) -> Basis:
+    """The basis of one target of shared.prediction.TARGETS."""
+    return Basis(TERMS[target])
+
+
+# Columns that the trees see beside the raw row; each a sum of two, so that its float32 value is the same everywhere.
+TREE_SUMS: Final = (
+    ("backlog_tokens", ("uncached_tokens", "pending_uncached_tokens")),
+    ("batch_requests", ("decoding_requests", "pending_requests")),
+)
+
+
+def tree_sums(schema: Schema = SCHEMA) -> FloatMatrix:
+    """float32 (F, S): a row times this gives the summed columns."""
+    weights = np.zeros((len(schema), len(TREE_SUMS)), np.float32)
+    for column, (_, parts) in enumerate(TREE_SUMS):
+        for name in parts:
+            weights[schema.index[name], column] = 1.0
+    return weights
+
+
+def tree_matrix(rows: FloatMatrix) -> FloatMatrix:
+    """float32 (n, F) → float32 (n, F + S): what the boosters are trained on and asked with."""
+    return np.concatenate([rows, rows @ tree_sums()], axis=1)
+
+
+def tree_names(schema: Schema = SCHEMA) -> tuple[str, ...]:
+    """Names of the columns of `tree_matrix`; the boosters themselves only know f0, f1, …"""
+    return (*schema.names, *(name for name, _ in TREE_SUMS))
+
+
+def backlog_tokens(rows: FloatMatrix, schema: Schema = SCHEMA) -> FloatMatrix:
+    """Own + pending uncached tokens, float32 (n,): what calibration bins are cut by."""
+    total: FloatMatrix = rows[:, schema.index["uncached_tokens"]] + rows[:, schema.index["pending_uncached_tokens"]]
+    return total

@@ -1,0 +1,196 @@
+"""One training cycle: snapshot → fit → judge → export → parity → bundle. CPU work without I/O, run in a worker thread.
+
+Reads top to bottom. What isn't better than the champion, or isn't the same in the graph as in the native model, ends
+here with a verdict; nothing is raised for it.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version as installed
+from typing import Final
+
+import numpy as np
+import orjson
+
+from services.trainer.basis import backlog_tokens
+from services.trainer.calibrate import CalibrationOptions, Calibrator
+from services.trainer.champion import Champion
+from services.trainer.evaluate import HeldOut, Verdict, breakdown, censored_beyond_p90, judge, metrics
+from services.trainer.export import Parity, Rendered, parity, parity_rows, render, stamp
+from services.trainer.train import FitOptions, LatencyModel, fit, split
+from services.trainer.window import Snapshot
+from shared.bundle import Bundle, BundleManifest, Rendering, TargetMetrics, bundle_version
+from shared.errors import IntegrityError
+from shared.features import SCHEMA, FloatMatrix
+from shared.inference import BundleModel
+from shared.prediction import TARGETS
+
+LIBRARIES: Final = ("xgboost-cpu", "numpy", "scipy", "onnx", "onnxmltools", "onnxruntime")
+# Newest rows by which a new bundle's calibration is warmed: a bias is settled after 200, a P99 offset never sooner.
+WARM_UP_ROWS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class CycleOptions:
+    """What a cycle needs to know beside the samples."""
+
+    pool: str
+    fit: FitOptions = field(default_factory=FitOptions)
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    parity_tolerance: float = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class CycleReport:
+    """What came out. `champion` and `calibrator` are there when the verdict is to accept."""
+
+    verdict: Verdict
+    window_samples: int
+    created_unix_ms: float
+    metrics: Mapping[str, TargetMetrics] = field(default_factory=dict)
+    champion_metrics: Mapping[str, TargetMetrics] = field(default_factory=dict)
+    groups: Mapping[str, Mapping[str, TargetMetrics]] = field(default_factory=dict)
+    censored_beyond_p90: float | None = None
+    gains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    converter: str = ""
+    parity: Parity | None = None
+    champion: Champion | None = None
+    calibrator: Calibrator | None = None
+    wall_ms: float = 0.0
+    cpu_ms: float = 0.0
+
+
+def run_cycle(
+    snapshot: Snapshot, champion: Champion | None, options: CycleOptions, created_unix_ms: float
+) -> CycleReport:
+    """Fit a challenger on a snapshot, judge it against the champion, and make a bundle of it if it may replace it."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    report = _fit_and_judge(snapshot, champion, options, created_unix_ms)
+    return replace(report, wall_ms=(time.perf_counter() - wall) * 1e3, cpu_ms=(time.thread_time() - cpu) * 1e3)
+
+
+def _fit_and_judge(
+    snapshot: Snapshot, champion: Champion | None, options: CycleOptions, created_unix_ms: float
+) -> CycleReport:
+    report = CycleReport(Verdict(False, "too_few_rows"), len(snapshot), created_unix_ms)
+    model = fit(snapshot, options.fit)
+    if model is None:
+        return report
+    held_out = _held_out(snapshot, options.fit.held_out_fraction)
+    ours = {target: model.predict(held.rows) for target, held in held_out.items()}
+    theirs = {target: champion.model.predict(held.rows) for target, held in held_out.items()} if champion else None
+    their_outputs = champion.model.outputs if champion else ()
+    edges = options.calibration.backlog_edges_tokens
+    outputs = model.outputs
+    report = replace(
+        report,
+        verdict=judge(held_out, ours, outputs, theirs, their_outputs),
+        metrics={target: metrics(ours[target], outputs, target, held) for target, held in held_out.items()},
+        champion_metrics={
+            target: metrics(theirs[target], their_outputs, target, held) for target, held in held_out.items()
+        }
+        if theirs
+        else {},
+        groups={
+            target: breakdown(ours[target], outputs, target, held, edges)
+            for target, held in held_out.items()
+            if target in model.targets
+        },
+        censored_beyond_p90=censored_beyond_p90(model.predict(snapshot.censored_rows), outputs, snapshot.censored_ms),
+        gains=model.gains(),
+    )
+    if not report.verdict.accepted:
+        return report
+    return _export(snapshot, model, options, report)
+
+
+def _held_out(snapshot: Snapshot, fraction: float) -> dict[str, HeldOut]:
+    held_out = {}
+    for target in TARGETS:
+        _, positions = split(snapshot, target, fraction)
+        if len(positions):
+            held_out[target] = HeldOut(snapshot.rows[positions], snapshot.targets[target][positions])
+    return held_out
+
+
+def _export(snapshot: Snapshot, model: LatencyModel, options: CycleOptions, report: CycleReport) -> CycleReport:
+    try:
+        rendered = render(model, _metadata(model, options.pool, report))
+        version = bundle_version(report.created_unix_ms, rendered.graph)
+        rendered = Rendered(stamp(rendered.graph, {"leadtime.version": version}), rendered.converter)
+        bundle = _bundle(rendered, version, model, options.pool, report)
+        session = BundleModel(bundle)
+    except (ValueError, IntegrityError) as error:
+        return replace(report, verdict=replace(report.verdict, accepted=False, reason="export", detail=str(error)))
+    rows = parity_rows(model, snapshot.rows, np.random.default_rng(options.fit.seed))
+    checked = parity(session.predict, model, rows)
+    report = replace(report, converter=rendered.converter, parity=checked)
+    if not checked.max_relative_error <= options.parity_tolerance:
+        detail = f"relative error {checked.max_relative_error:.2e} on {checked.rows} rows"
+        return replace(report, verdict=replace(report.verdict, accepted=False, reason="parity", detail=detail))
+    proven = bundle.manifest.renderings[0].model_copy(
+        update={"parity_max_relative_error": checked.max_relative_error, "parity_rows": checked.rows}
+    )
+    bundle = Bundle(bundle.manifest.model_copy(update={"renderings": [proven]}), bundle.graphs)
+    champion = Champion(bundle, session, saved=False)
+    return replace(report, champion=champion, calibrator=warmed(snapshot, champion, options.calibration))
+
+
+def _metadata(model: LatencyModel, pool: str, report: CycleReport) -> dict[str, str]:
+    return {
+        "leadtime.pool": pool,
+        "leadtime.schema_hash": SCHEMA.hash,
+        "leadtime.features": orjson.dumps(SCHEMA.names).decode(),
+        "leadtime.outputs": orjson.dumps(model.outputs).decode(),
+        "leadtime.window_samples": str(report.window_samples),
+    }
+
+
+def _bundle(rendered: Rendered, version: str, model: LatencyModel, pool: str, report: CycleReport) -> Bundle:
+    rendering = Rendering(
+        name="tree_ensemble",
+        sha256=hashlib.sha256(rendered.graph).hexdigest(),
+        size_bytes=len(rendered.graph),
+        parity_max_relative_error=float("inf"),
+        parity_rows=0,
+    )
+    manifest = BundleManifest(
+        pool=pool,
+        version=version,
+        schema_hash=SCHEMA.hash,
+        features=list(SCHEMA.names),
+        outputs=list(model.outputs),
+        created_unix_ms=report.created_unix_ms,
+        window_samples=report.window_samples,
+        metrics=dict(report.metrics),
+        feature_low=[float(value) for value in model.feature_low],
+        feature_high=[float(value) for value in model.feature_high],
+        libraries={name: installed(name) for name in LIBRARIES} | {"converter": rendered.converter},
+        renderings=[rendering],
+    )
+    return Bundle(manifest, {"tree_ensemble": rendered.graph})
+
+
+def warmed(snapshot: Snapshot, champion: Champion, options: CalibrationOptions) -> Calibrator:
+    """A calibrator that has seen the newest rows of a snapshot, in order of arrival."""
+    calibrator = Calibrator(options, champion.version, champion.model.outputs)
+    observe_rows(calibrator, champion, snapshot, max(0, len(snapshot) - WARM_UP_ROWS))
+    return calibrator
+
+
+def observe_rows(calibrator: Calibrator, champion: Champion, snapshot: Snapshot, start: int) -> None:
+    """Let a calibrator see the rows of a snapshot from position `start` on."""
+    rows: FloatMatrix = snapshot.rows[start:]
+    if not len(rows):
+        return
+    predictions = champion.model.predict(rows).tolist()
+    backlog = backlog_tokens(rows).tolist()
+    columns = [snapshot.targets[target][start:].tolist() for target in TARGETS]
+    for row, endpoint in enumerate(snapshot.endpoints[start:]):
+        actual = {
+            target: column[row] for target, column in zip(TARGETS, columns, strict=True) if column[row] == column[row]
+        }
+        predicted = dict(zip(champion.model.outputs, predictions[row], strict=True))
+        calibrator.observe(predicted, actual, backlog[row], endpoint)

@@ -1,0 +1,53 @@
+"""Composition root of the trainer: settings → Redis, lease, store → conductor, with HTTP beside it.
+
+Run one per pool, and as many on standby as wanted: the lease in Redis makes one of them active.
+"""
+
+import asyncio
+import contextlib
+import uuid
+
+import structlog
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from services.trainer.app import build_app
+from services.trainer.lease import Lease
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.publish import BundleStore
+from services.trainer.settings import TrainerSettings
+from services.trainer.trainer import STORE, WINDOW, Trainer
+from shared.clock import SystemClock
+from shared.lifecycle import Readiness, run, serve_http
+from shared.names import trainer_lease_key
+
+
+async def serve(settings: TrainerSettings, stop: asyncio.Event) -> None:
+    """Run the service until `stop` is set."""
+    registry = CollectorRegistry()
+    metrics = TrainerMetrics(registry)
+    readiness = Readiness(STORE, WINDOW)
+    # One immediate retry covers a pooled connection that the server closed; the conductor has its own pace beyond it.
+    redis = Redis.from_url(settings.redis.url, retry=Retry(NoBackoff(), 1), **settings.redis.client_options())
+    lease = Lease(redis, trainer_lease_key(settings.pool), uuid.uuid4().hex, settings.lease_ttl_ms)
+    store = BundleStore(redis, settings.pool, settings.redis.key, lease)
+    trainer = Trainer(settings, lease, store, metrics, readiness, SystemClock())
+    app = build_app(settings, readiness, registry, trainer.status)
+    async with serve_http(app, settings.http_host, settings.http_port) as (host, port):
+        structlog.get_logger().info("trainer listening", host=host, port=port, pool=settings.pool)
+        training = asyncio.create_task(trainer.run(), name="trainer")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        # The conductor ends only by a fault of ours: the service ends with it, visibly.
+        await asyncio.wait({training, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        readiness.stopping = True
+        for task in (training, stopping):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await training
+    await redis.aclose()
+
+
+def main() -> int:
+    return run("trainer", TrainerSettings, serve)

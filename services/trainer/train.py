@@ -1,0 +1,375 @@
+"""Fit of the latency model: non-negative physics base × exp(clipped boosted residual), with a spread. Pure, CPU only.
+
+Per target: `p50 = base(x) · exp(clip(trees(x), ±1.5) + shift)`, `p90 = p50 · exp(q90 · scale(x))`. The base is least
+squares with weight 1/√y (1/y makes it ignore the tail: −55 % beyond the trained backlog against +0.3 %), one row of
+coefficients per hardware class that has samples enough, a scaled pooled row for one that has few, the pooled row for
+the unknown. Trees fit the log residual and are held, not tapered, outside of what they saw. A second small booster fits
+log |residual|; q90 and q99 are conformal quantiles of residual/scale on rows that neither booster saw.
+
+`LatencyModel.predict` is the native reference that an exported graph must match. Everything in it is float32: hist
+thresholds are values of the data, and comparing them in float64 changed 59 % of rows.
+
+Limits: NaN never enters a tree. One booster per output: multi-quantile and log-link objectives convert wrongly.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xgboost as xgb
+from scipy.optimize import nnls
+
+from services.trainer.basis import Basis, basis_of, tree_matrix, tree_names
+from services.trainer.window import Snapshot, held_out_rows
+from shared.features import SCHEMA, FloatMatrix
+from shared.prediction import IN_RANGE, OUTPUTS, TARGETS
+
+Floats = npt.NDArray[np.float64]
+Positions = npt.NDArray[np.int64]
+
+RESIDUAL_CLIP: Final = np.float32(1.5)
+LOG_SCALE_LOW: Final = np.float32(-4.0)
+LOG_SCALE_HIGH: Final = np.float32(1.0)
+LOG_LATENCY_HIGH: Final = np.float32(18.27)  # one day, the largest label a sample may have
+OUT_OF_RANGE_WIDENING: Final = np.float32(1.5)
+HARDWARE_CODES: Final = 256
+# Columns whose training range decides whether a row lies inside: what the base and most of the trees' gain rest on.
+DECISIVE: Final = (
+    "uncached_tokens",
+    "pending_uncached_tokens",
+    "pending_requests",
+    "decoding_requests",
+    "decode_context_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    """Hyperparameters. Row counts say from how many rows on a part is fitted; `rows_per_round` thins small boosters."""
+
+    rounds: int = 80
+    depth: int = 4
+    learning_rate: float = 0.1
+    max_bin: int = 64
+    min_child_weight: float = 5.0
+    tree_min_rows: int = 60
+    rows_per_round: int = 10
+    spread_rounds: int = 40
+    spread_depth: int = 3
+    spread_min_rows: int = 300
+    class_min_rows: int = 200
+    class_scale_min_rows: int = 10
+    calibration_fraction: float = 0.15
+    held_out_fraction: float = 0.1
+    half_life_samples: float = 2000.0
+    weight_floor: float = 0.02
+    threads: int = 1
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The physics part of one target."""
+
+    basis: Basis
+    coefficients: FloatMatrix
+    """float32 (S, B): row 0 pooled, one more per hardware class with its own"""
+    slots: npt.NDArray[np.int64]
+    """(256,): hardware code → row of `coefficients`"""
+    floor_ms: np.float32
+
+    def predict(self, rows: FloatMatrix) -> FloatMatrix:
+        """float32 (n, F) → ms, float32 (n,)."""
+        slots = self.slots[rows[:, SCHEMA.index["hardware_class"]].astype(np.int64)]
+        products = self.basis.evaluate(rows) * self.coefficients[slots]
+        return np.asarray(np.maximum(products.sum(axis=1, dtype=np.float32), self.floor_ms), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetModel:
+    """One target's base, boosters (None where rows were too few) and conformal numbers."""
+
+    base: Base
+    residual: xgb.Booster | None
+    spread: xgb.Booster | None
+    shift: np.float32
+    q90: np.float32
+    q99: np.float32
+
+    def log_p50(self, rows: FloatMatrix, trees: FloatMatrix) -> FloatMatrix:
+        """Natural log of the median, float32 (n,); `trees` is `tree_matrix(rows)`."""
+        value = np.log(self.base.predict(rows)) + self.shift
+        if self.residual is not None:
+            value = value + np.clip(_ask(self.residual, trees), -RESIDUAL_CLIP, RESIDUAL_CLIP)
+        return np.asarray(value, np.float32)
+
+    def scale(self, trees: FloatMatrix) -> FloatMatrix:
+        """Relative spread, float32 (n,)."""
+        if self.spread is None:
+            return np.ones(len(trees), np.float32)
+        return np.exp(np.clip(_ask(self.spread, trees), LOG_SCALE_LOW, LOG_SCALE_HIGH))
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """Models of the targets that had rows enough, and the range of the rows that they were fitted on."""
+
+    targets: Mapping[str, TargetModel]
+    feature_low: FloatMatrix
+    """float32 (F,)"""
+    feature_high: FloatMatrix
+    seen_classes: npt.NDArray[np.bool_]
+    """(256,): hardware codes among the fitted rows"""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Columns of a prediction, in the order of shared.prediction.OUTPUTS."""
+        return tuple(name for name in OUTPUTS if name == IN_RANGE or name.rsplit("_", 1)[0] in self.targets)
+
+    def in_range(self, rows: FloatMatrix) -> npt.NDArray[np.bool_]:
+        """Whether each row lies inside what was seen, (n,)."""
+        columns = [SCHEMA.index[name] for name in DECISIVE]
+        values = rows[:, columns]
+        inside = ((values >= self.feature_low[columns]) & (values <= self.feature_high[columns])).all(axis=1)
+        codes = rows[:, SCHEMA.index["hardware_class"]].astype(np.int64)
+        return np.asarray(inside & self.seen_classes[codes], np.bool_)
+
+    def predict(self, rows: FloatMatrix) -> FloatMatrix:
+        """float32 (n, F) → float32 (n, K) in the order of `outputs`, ms; the last column is 1 inside, 0 outside."""
+        trees = tree_matrix(rows)
+        inside = self.in_range(rows)
+        widening = np.where(inside, np.float32(1.0), OUT_OF_RANGE_WIDENING)
+        columns: list[FloatMatrix] = []
+        for model in self.targets.values():
+            log_p50 = model.log_p50(rows, trees)
+            spread = model.scale(trees) * widening
+            columns += [
+                np.exp(np.minimum(log_p50 + factor * spread, LOG_LATENCY_HIGH))
+                for factor in (np.float32(0.0), model.q90, model.q99)
+            ]
+        return np.stack([*columns, inside.astype(np.float32)], axis=1).astype(np.float32)
+
+    def gains(self) -> dict[str, dict[str, float]]:
+        """Share of the residual trees' gain by feature, per target."""
+        names = tree_names()
+        table: dict[str, dict[str, float]] = {}
+        for target, model in self.targets.items():
+            if model.residual is None:
+                continue
+            gain = model.residual.get_score(importance_type="total_gain")
+            total = sum(gain.values()) or 1.0
+            table[target] = {names[int(key[1:])]: value / total for key, value in gain.items()}
+        return table
+
+
+def _ask(booster: xgb.Booster, trees: FloatMatrix) -> FloatMatrix:
+    return np.asarray(booster.inplace_predict(trees), np.float32)
+
+
+def split(snapshot: Snapshot, target: str, fraction: float) -> tuple[Positions, Positions]:
+    """Positions to fit on and to hold out: the newest rows that have the target are held out (a split in time)."""
+    known = snapshot.known(target)
+    held = held_out_rows(len(known), fraction)
+    return known[: len(known) - held], known[len(known) - held :]
+
+
+def fit(snapshot: Snapshot, options: FitOptions, *, min_rows: int = 8) -> LatencyModel | None:
+    """Fit every target that has at least `min_rows` rows outside the held-out slice; None if no target has."""
+    weights = snapshot.weights(options.half_life_samples, options.weight_floor)
+    models: dict[str, TargetModel] = {}
+    used = np.zeros(len(snapshot), np.bool_)
+    for target in TARGETS:
+        positions, _ = split(snapshot, target, options.held_out_fraction)
+        if len(positions) < min_rows:
+            continue
+        y = snapshot.targets[target][positions]
+        models[target] = fit_target(target, snapshot.rows[positions], y, weights[positions], options)
+        used[positions] = True
+    if not models:
+        return None
+    rows = snapshot.rows[used]
+    seen = np.zeros(HARDWARE_CODES, np.bool_)
+    seen[rows[:, SCHEMA.index["hardware_class"]].astype(np.int64)] = True
+    return LatencyModel(models, rows.min(axis=0), rows.max(axis=0), seen)
+
+
+def fit_target(
+    target: str,
+    rows: FloatMatrix,
+    y_ms: npt.NDArray[np.float32],
+    weights: npt.NDArray[np.float32],
+    options: FitOptions,
+) -> TargetModel:
+    """Fit one target on n ≥ 1 rows: float32 (n, F), positive latencies (n,), weights (n,)."""
+    trees = tree_matrix(rows)
+    rng = np.random.default_rng(options.seed)
+    if len(rows) >= options.spread_min_rows:
+        # Conformal rows are drawn by lot and seen by no part of the model.
+        apart = rng.random(len(rows)) < options.calibration_fraction
+        kept = ~apart
+        base, residual = _fit_median(target, rows[kept], trees[kept], y_ms[kept], weights[kept], options)
+        bare = TargetModel(base, residual, None, np.float32(0), np.float32(0), np.float32(0))
+        errors = _log_errors(bare, rows, trees, y_ms)
+        spread = _boost(
+            trees[kept],
+            np.log(np.maximum(np.abs(errors[kept]), 1e-3)),
+            weights[kept],
+            rounds=options.spread_rounds,
+            depth=options.spread_depth,
+            options=options,
+        )
+        scale = TargetModel(base, residual, spread, np.float32(0), np.float32(0), np.float32(0)).scale(trees[apart])
+        judged, judged_weights = errors[apart], weights[apart]
+    else:
+        base, residual = _fit_median(target, rows, trees, y_ms, weights, options)
+        judged = _out_of_fold(target, rows, trees, y_ms, weights, options, rng)
+        spread, scale, judged_weights = None, np.ones(len(rows), np.float32), weights
+    shift, q90, q99 = conformal(judged, scale, judged_weights)
+    return TargetModel(base, residual, spread, shift, q90, q99)
+
+
+def _fit_median(
+    target: str,
+    rows: FloatMatrix,
+    trees: FloatMatrix,
+    y_ms: npt.NDArray[np.float32],
+    weights: npt.NDArray[np.float32],
+    options: FitOptions,
+) -> tuple[Base, xgb.Booster | None]:
+    base = fit_base(basis_of(target), rows, y_ms, weights, options)
+    if len(rows) < options.tree_min_rows:
+        return base, None
+    residual = np.log(y_ms) - np.log(base.predict(rows))
+    # A few hundred rows can't carry as many trees as thousands.
+    rounds = min(options.rounds, max(1, len(rows) // options.rows_per_round))
+    return base, _boost(trees, residual, weights, rounds=rounds, depth=options.depth, options=options)
+
+
+def _boost(
+    trees: FloatMatrix,
+    label: npt.NDArray[Any],
+    weights: npt.NDArray[np.float32],
+    *,
+    rounds: int,
+    depth: int,
+    options: FitOptions,
+) -> xgb.Booster:
+    parameters = {
+        "objective": "reg:squarederror",
+        "tree_method": "hist",
+        "base_score": 0.0,
+        "max_depth": depth,
+        "eta": options.learning_rate,
+        "max_bin": options.max_bin,
+        "min_child_weight": options.min_child_weight * float(weights.mean()),
+        "nthread": options.threads,
+        "seed": options.seed,
+    }
+    data = xgb.QuantileDMatrix(
+        trees, label=label.astype(np.float32), weight=weights, max_bin=options.max_bin, nthread=options.threads
+    )
+    return xgb.train(parameters, data, num_boost_round=rounds)
+
+
+def _log_errors(
+    model: TargetModel, rows: FloatMatrix, trees: FloatMatrix, y_ms: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    return np.asarray(np.log(y_ms) - model.log_p50(rows, trees), np.float32)
+
+
+def _out_of_fold(
+    target: str,
+    rows: FloatMatrix,
+    trees: FloatMatrix,
+    y_ms: npt.NDArray[np.float32],
+    weights: npt.NDArray[np.float32],
+    options: FitOptions,
+    rng: np.random.Generator,
+) -> npt.NDArray[np.float32]:
+    """Log errors of rows by models that haven't seen them: in-sample errors of a small fit are far too good."""
+    errors = np.zeros(len(rows), np.float32)
+    folds = rng.permutation(len(rows)) % min(4, len(rows))
+    if folds.max() == 0:
+        return errors
+    for fold in range(int(folds.max()) + 1):
+        out = folds == fold
+        base, residual = _fit_median(target, rows[~out], trees[~out], y_ms[~out], weights[~out], options)
+        model = TargetModel(base, residual, None, np.float32(0), np.float32(0), np.float32(0))
+        errors[out] = _log_errors(model, rows[out], trees[out], y_ms[out])
+    return errors
+
+
+def fit_base(
+    basis: Basis,
+    rows: FloatMatrix,
+    y_ms: npt.NDArray[np.float32],
+    weights: npt.NDArray[np.float32],
+    options: FitOptions,
+) -> Base:
+    """Non-negative least squares, pooled and per hardware class."""
+    columns = basis.evaluate(rows).astype(np.float64)
+    y = y_ms.astype(np.float64)
+    row_weights = np.sqrt(weights / y)
+    pooled = _nonnegative(columns, y, row_weights, basis.min_rows)
+    coefficients = [pooled]
+    slots = np.zeros(HARDWARE_CODES, np.int64)
+    codes = rows[:, SCHEMA.index["hardware_class"]].astype(np.int64)
+    present, counts = np.unique(codes, return_counts=True)
+    floor_ms = max(1e-3, 0.25 * float(y.min()))
+    for code, count in zip(present.tolist(), counts.tolist(), strict=True):
+        if len(present) == 1 or count < options.class_scale_min_rows:
+            continue
+        own = codes == code
+        if count >= options.class_min_rows:
+            row = _nonnegative(columns[own], y[own], row_weights[own], basis.min_rows)
+        else:
+            # Shrunk towards the pool: at 10 rows a third of the difference is believed, at 200 ten elevenths.
+            ratio = np.median(np.log(y[own]) - np.log(np.maximum(columns[own] @ pooled, floor_ms)))
+            row = pooled * np.exp(ratio * count / (count + 20.0))
+        slots[code] = len(coefficients)
+        coefficients.append(row)
+    return Base(basis, np.array(coefficients, np.float32), slots, np.float32(floor_ms))
+
+
+def _nonnegative(columns: Floats, y: Floats, row_weights: Floats, min_rows: Sequence[int] | npt.NDArray[Any]) -> Floats:
+    """Coefficients ≥ 0, (B,), of weighted least squares; columns whose `min_rows` isn't reached stay 0."""
+    allowed = np.flatnonzero(np.asarray(min_rows) <= len(y))
+    weighted = columns[:, allowed] * row_weights[:, None]
+    norms = np.linalg.norm(weighted, axis=0)
+    norms[norms == 0] = 1.0
+    # The triangle of a QR holds all that the fit needs of n rows, so that nnls works on B × B.
+    triangle = np.asarray(np.linalg.qr(np.column_stack([weighted / norms, y * row_weights]), mode="r"))
+    solution, _ = nnls(triangle[:, :-1], triangle[:, -1])
+    coefficients = np.zeros(columns.shape[1])
+    coefficients[allowed] = solution / norms
+    return coefficients
+
+
+def conformal(
+    errors: npt.NDArray[np.float32], scale: npt.NDArray[np.float32], weights: npt.NDArray[np.float32]
+) -> tuple[np.float32, np.float32, np.float32]:
+    """Shift of the median and the factors q90, q99 ≥ 0 of `scale`, from log errors of unseen rows, (m,) each.
+
+    The levels are raised by (m + 1)/m, as split conformal does. Below 200 rows the 99th percentile is put where a
+    normal distribution with this 90th has it: the sample can't show it.
+    """
+    if len(errors) < 2:
+        return np.float32(0), np.float32(0.5), np.float32(1.0)
+    count = float(weights.sum() ** 2 / np.square(weights).sum())
+    shift = weighted_quantile(errors, weights, 0.5)
+    ratios = (errors - shift) / scale
+    q90 = max(0.0, weighted_quantile(ratios, weights, min(1.0, 0.9 * (count + 1) / count)))
+    q99 = 1.815 * q90
+    if count >= 200:
+        q99 = weighted_quantile(ratios, weights, min(1.0, 0.99 * (count + 1) / count))
+    return np.float32(shift), np.float32(q90), np.float32(max(q90, q99))
+
+
+def weighted_quantile(values: npt.NDArray[Any], weights: npt.NDArray[Any], level: float) -> float:
+    """The least value with at least `level` of the weight at or below it."""
+    order = np.argsort(values, kind="stable")
+    cumulated = np.cumsum(weights[order], dtype=np.float64)
+    position = int(np.searchsorted(cumulated, level * cumulated[-1], side="left"))
+    return float(values[order[min(position, len(values) - 1)]])

@@ -1,0 +1,414 @@
+"""The conductor: samples → window and calibration → fit when due → champion → Redis.
+
+Holds the state of one pool's training and the order of things; the work is done in the modules named after it. While
+another trainer holds the pool's lease this one stands by. Fits run in one worker thread, so that intake, probes and
+calibrations go on (XGBoost and ONNX Runtime release the interpreter lock). All writes to Redis are made by one task, so
+that a bundle always comes before its calibrations; what can't be written is kept and written when Redis is back.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, Final
+
+import numpy as np
+import structlog
+from redis.exceptions import RedisError
+
+from services.trainer.basis import backlog_tokens
+from services.trainer.calibrate import Calibrator, OutputLengths
+from services.trainer.champion import Champion
+from services.trainer.consumer import SampleConsumer
+from services.trainer.cycle import CycleReport, observe_rows, run_cycle, warmed
+from services.trainer.intake import Intake, LabelHealth, Taken
+from services.trainer.lease import Lease, LeaseLostError
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.publish import BundleStore
+from services.trainer.settings import TrainerSettings
+from services.trainer.window import SampleWindow
+from shared.clock import Clock
+from shared.errors import ContractError
+from shared.features import SCHEMA, FloatMatrix
+from shared.lifecycle import Readiness
+from shared.prediction import TARGETS
+
+STORE: Final = "redis"
+WINDOW: Final = "window"
+_RETRY_S: Final = 0.5
+_DECISIONS_KEPT: Final = 50
+# A model from fewer rows serves, but is still called warming.
+READY_SAMPLES: Final = 100
+
+
+class Trainer:
+    """One pool's trainer. `run` is its one task."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        lease: Lease,
+        store: BundleStore,
+        metrics: TrainerMetrics,
+        readiness: Readiness,
+        clock: Clock,
+    ) -> None:
+        """`readiness` has the conditions STORE and WINDOW."""
+        self._settings = settings
+        self._lease = lease
+        self._store = store
+        self._metrics = metrics
+        self._readiness = readiness
+        self._clock = clock
+        self._log = structlog.get_logger()
+        self._window = SampleWindow(bin_rows=settings.window_bin_rows)
+        self._lengths = OutputLengths(settings.cycle_options().calibration.output_rate)
+        self._health = LabelHealth()
+        self._consumer = SampleConsumer(
+            settings,
+            Intake(settings.pool, remembered=settings.remembered_ids),
+            self.take,
+            self._on_rebuilt,
+            metrics,
+        )
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="fit")
+        self._active = False
+        self._store_failing = False
+        self._champion: Champion | None = None
+        self._calibrator: Calibrator | None = None
+        self._published: str | None = None
+        self._sequence = 0
+        self._calibrated_samples = -1
+        self._fitted_total = 0
+        self._last_fit_ms: float | None = None
+        self._last_created_ms = 0.0
+        self._next_store_check_ms = 0.0
+        self._adopted = asyncio.Event()
+        self._report: CycleReport | None = None
+        self._champion_report: CycleReport | None = None
+        self._decisions: deque[dict[str, Any]] = deque(maxlen=_DECISIONS_KEPT)
+        metrics.watch(
+            window_rows=self._window.known,
+            calibration_sequence=lambda: self._sequence,
+            active=lambda: self._active,
+            bundle_age_ms=self._bundle_age_ms,
+            degenerate_share=lambda: self._health.degenerate_share,
+        )
+
+    async def run(self) -> None:
+        """Train while the lease is held, stand by while it isn't, until cancelled."""
+        try:
+            while True:
+                await self._until_leased()
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        tasks.create_task(self._hold(), name="lease")
+                        tasks.create_task(self._consumer.run(), name="samples")
+                        tasks.create_task(self._train(), name="train")
+                        tasks.create_task(self._publish(), name="publish")
+                except* LeaseLostError:
+                    self._log.warning("another trainer holds the lease; standing by")
+                finally:
+                    self._active = False
+        finally:
+            self._worker.shutdown(wait=False, cancel_futures=True)
+            with contextlib.suppress(RedisError, OSError, TimeoutError):
+                await self._lease.release()
+
+    # Lease
+
+    async def _until_leased(self) -> None:
+        standing_by = False
+        while True:
+            try:
+                held = await self._lease.claim()
+                if held:
+                    await self._restore()
+                    self._active = True
+                    return
+            except (RedisError, OSError, TimeoutError) as error:
+                self._store_failed(error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._store_answered()
+            self._readiness.met(WINDOW)
+            if not standing_by:
+                standing_by = True
+                self._log.info("another trainer is active; standing by")
+            await asyncio.sleep(self._lease.interval_s)
+
+    async def _hold(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease.interval_s)
+            try:
+                if not await self._lease.claim():
+                    raise LeaseLostError(self._lease.key)
+                self._store_answered()
+            except (RedisError, OSError, TimeoutError) as error:
+                self._store_failed(error)
+
+    async def _restore(self) -> None:
+        """Take what Redis holds as champion; a bundle that can't be used is left, and a new one replaces it."""
+        try:
+            saved = await self._store.load()
+        except ContractError as error:
+            self._log.warning("saved bundle refused", reason=str(error))
+            saved = None
+        self._sequence = max(self._sequence, await self._store.calibration_sequence())
+        self._store_answered()
+        self._readiness.unmet(WINDOW, "rebuilding from the stream")
+        if saved is not None and (self._champion is None or saved.version != self._champion.version):
+            self._champion = saved
+            self._published = saved.version
+            self._last_created_ms = max(self._last_created_ms, saved.bundle.manifest.created_unix_ms)
+            options = self._settings.cycle_options().calibration
+            self._calibrator = Calibrator(options, saved.version, saved.model.outputs)
+            self._log.info("saved bundle loaded", version=saved.version)
+
+    # Intake
+
+    def take(self, batch: Sequence[Taken], replayed: bool) -> None:
+        """Put a batch into the window and let the calibration see it; `replayed` ones are seen when all are in."""
+        for taken in batch:
+            if taken.censored_ms is not None:
+                self._window.add_censored(taken.row, taken.censored_ms)
+                self._metrics.censored.inc()
+                continue
+            self._window.add(taken.row, taken.targets, taken.sample.endpoint)
+            self._metrics.samples.inc()
+            self._health.observe(taken.sample)
+            if taken.sample.output_tokens:
+                self._lengths.observe(taken.sample.model, taken.sample.output_tokens)
+        if not replayed:
+            self._calibrate([taken for taken in batch if taken.censored_ms is None])
+
+    def _calibrate(self, batch: Sequence[Taken]) -> None:
+        if self._champion is None or self._calibrator is None or not batch:
+            return
+        rows: FloatMatrix = np.stack([taken.row for taken in batch])
+        predictions = self._champion.model.predict(rows).tolist()
+        outputs = self._champion.model.outputs
+        for taken, predicted, backlog in zip(batch, predictions, backlog_tokens(rows).tolist(), strict=True):
+            named = dict(zip(outputs, predicted, strict=True))
+            self._calibrator.observe(named, taken.targets, backlog, taken.sample.endpoint)
+
+    def _on_rebuilt(self) -> None:
+        self._readiness.met(WINDOW)
+        if self._champion is not None:
+            options = self._settings.cycle_options().calibration
+            self._calibrator = warmed(self._window.snapshot(), self._champion, options)
+
+    # Training
+
+    async def _train(self) -> None:
+        cadence = self._settings.cadence()
+        pause_s = min(0.5, self._settings.retrain_interval_ms / 4e3)
+        while True:
+            await asyncio.sleep(pause_s)
+            due, _ = cadence.due(
+                now_ms=self._clock.monotonic_ms(),
+                last_fit_ms=self._last_fit_ms,
+                samples=len(self._window),
+                new_samples=self._window.total - self._fitted_total,
+                saved=self._champion is not None and self._champion.saved,
+            )
+            if due:
+                await self._cycle()
+
+    async def _cycle(self) -> None:
+        self._last_fit_ms = self._clock.monotonic_ms()
+        snapshot = self._window.snapshot()
+        self._fitted_total = snapshot.total
+        # Versions sort by time, also where the clock steps back.
+        self._last_created_ms = max(self._clock.unix_ms(), self._last_created_ms + 1.0)
+        loop, options = asyncio.get_running_loop(), self._settings.cycle_options()
+        try:
+            report = await loop.run_in_executor(
+                self._worker, run_cycle, snapshot, self._champion, options, self._last_created_ms
+            )
+        except Exception:  # whatever a library raises on these rows: the champion stays, and new rows get a new try
+            self._metrics.cycle_ended("error", self._clock.monotonic_ms() - self._last_fit_ms, 0.0)
+            self._log.exception("cycle failed", samples=len(snapshot))
+            return
+        self._report = report
+        self._record(report)
+        if report.champion is None or report.calibrator is None:
+            return
+        since = self._window.snapshot(newer_than=snapshot.total)
+        observe_rows(report.calibrator, report.champion, since, 0)
+        self._champion, self._calibrator = report.champion, report.calibrator
+        self._champion_report = report
+        for target in TARGETS:
+            if target in report.metrics:
+                self._metrics.champion_error(target, report.metrics[target].mape)
+        self._adopted.set()
+
+    def _record(self, report: CycleReport) -> None:
+        verdict = report.verdict
+        self._metrics.cycle_ended(verdict.reason, report.wall_ms, report.cpu_ms)
+        if report.parity is not None:
+            self._metrics.parity.set(report.parity.max_relative_error)
+        errors = {
+            target: {"challenger": ours, "champion": theirs} for target, (ours, theirs) in verdict.log_error.items()
+        }
+        self._decisions.appendleft(
+            {
+                "unix_ms": report.created_unix_ms,
+                "accepted": verdict.accepted,
+                "reason": verdict.reason,
+                "detail": verdict.detail,
+                "version": report.champion.version if report.champion else None,
+                "mean_log_error": errors,
+            }
+        )
+        self._log.info(
+            "cycle ended",
+            verdict=verdict.reason,
+            detail=verdict.detail,
+            samples=report.window_samples,
+            wall_ms=round(report.wall_ms),
+            cpu_ms=round(report.cpu_ms),
+        )
+
+    # Publishing
+
+    async def _publish(self) -> None:
+        while True:
+            try:
+                await self._publish_bundle()
+                await self._publish_calibration()
+            except (RedisError, OSError, TimeoutError) as error:
+                self._store_failed(error)
+            self._adopted.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._adopted.wait(), self._settings.calibration_interval_ms / 1e3)
+
+    async def _publish_bundle(self) -> None:
+        champion = self._champion
+        if champion is None:
+            return
+        now_ms = self._clock.monotonic_ms()
+        if champion.version == self._published:
+            if now_ms < self._next_store_check_ms:
+                return
+            self._next_store_check_ms = now_ms + self._settings.store_check_interval_ms
+            if await self._store.holds(champion.version):
+                return
+            self._log.warning("redis lost the bundle; publishing it again", version=champion.version)
+        await self._store.publish(champion.bundle)
+        self._published = champion.version
+        self._next_store_check_ms = now_ms + self._settings.store_check_interval_ms
+        self._calibrated_samples = -1
+        self._metrics.bundles.inc()
+        self._store_answered()
+        self._log.info("bundle published", version=champion.version, outputs=champion.model.outputs)
+
+    async def _publish_calibration(self) -> None:
+        calibrator = self._calibrator
+        if calibrator is None or calibrator.bundle_version != self._published:
+            return
+        if calibrator.samples == self._calibrated_samples:
+            return
+        samples = calibrator.samples
+        calibration = calibrator.calibration(
+            self._settings.pool, self._sequence + 1, self._clock.unix_ms(), self._lengths.tokens()
+        )
+        await self._store.publish_calibration(calibration)
+        self._sequence = calibration.sequence
+        self._calibrated_samples = samples
+        self._metrics.calibrations.inc()
+
+    def _store_failed(self, error: Exception) -> None:
+        self._metrics.store_failed()
+        if not self._store_failing:
+            self._store_failing = True
+            self._log.warning("redis is away; what is due is kept", error=type(error).__name__)
+        self._readiness.unmet(STORE, type(error).__name__)
+
+    def _store_answered(self) -> None:
+        if self._store_failing:
+            self._store_failing = False
+            self._log.info("redis answers again")
+        self._readiness.met(STORE)
+
+    # For people
+
+    @property
+    def state(self) -> str:
+        """`cold` without a bundle, `warming` on a saved one or one from few rows, else `ready`."""
+        if self._champion is None:
+            return "cold"
+        few = self._champion.bundle.manifest.window_samples < READY_SAMPLES
+        return "warming" if self._champion.saved or few else "ready"
+
+    def status(self) -> dict[str, Any]:
+        """What `/v1/model` shows."""
+        champion, report = self._champion, self._report
+        return {
+            "pool": self._settings.pool,
+            "state": self.state,
+            "active": self._active,
+            "schema": SCHEMA.hash,
+            "samples_needed": self._settings.cadence().needed(saved=champion is not None and champion.saved),
+            "bundle": _describe(champion, self._bundle_age_ms(), self._published) if champion else None,
+            "live": {t: asdict(e) for t, e in self._calibrator.live().items()} if self._calibrator else {},
+            "champion_fit": report_view(self._champion_report) if self._champion_report else None,
+            "last_cycle": report_view(report) if report else None,
+            "decisions": list(self._decisions),
+            "window": {
+                "rows": len(self._window),
+                "taken": self._window.total,
+                "by_target": {target: self._window.known(target) for target in TARGETS},
+                **self._window.composition(),
+            },
+            "calibration": {"sequence": self._sequence, "expected_output_tokens": self._lengths.tokens()},
+            "labels": {
+                "healthy": self._health.healthy,
+                "ttft_nearly_e2e_share": self._health.degenerate_share,
+            },
+            "stream_connected": self._consumer.connected,
+        }
+
+    def _bundle_age_ms(self) -> float | None:
+        if self._champion is None:
+            return None
+        return max(0.0, self._clock.unix_ms() - self._champion.bundle.manifest.created_unix_ms)
+
+
+def _describe(champion: Champion, age_ms: float | None, published: str | None) -> dict[str, Any]:
+    manifest = champion.bundle.manifest
+    return {
+        "version": manifest.version,
+        "published": published == manifest.version,
+        "saved": champion.saved,
+        "age_ms": age_ms,
+        "window_samples": manifest.window_samples,
+        "outputs": manifest.outputs,
+        "metrics": {target: metrics.model_dump() for target, metrics in manifest.metrics.items()},
+        "renderings": [rendering.model_dump() for rendering in manifest.renderings],
+        "libraries": manifest.libraries,
+    }
+
+
+def report_view(report: CycleReport) -> dict[str, Any]:
+    """A cycle's report as plain data."""
+    return {
+        "unix_ms": report.created_unix_ms,
+        "verdict": report.verdict.reason,
+        "detail": report.verdict.detail,
+        "window_samples": report.window_samples,
+        "wall_ms": report.wall_ms,
+        "cpu_ms": report.cpu_ms,
+        "metrics": {target: metrics.model_dump() for target, metrics in report.metrics.items()},
+        "champion_metrics": {target: metrics.model_dump() for target, metrics in report.champion_metrics.items()},
+        "groups": {
+            target: {name: metrics.model_dump() for name, metrics in groups.items()}
+            for target, groups in report.groups.items()
+        },
+        "censored_beyond_p90": report.censored_beyond_p90,
+        "gains": report.gains,
+        "converter": report.converter,
+        "parity": asdict(report.parity) if report.parity else None,
+    }
