@@ -1,0 +1,168 @@
+"""The rendered Envoy config says what the contracts ask for, and Envoy itself accepts it."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.local.binaries import find_binaries
+from deploy.local.envoy import (
+    Address,
+    EnvoyConfig,
+    RouterAddress,
+    first_content_source,
+    parse_endpoint,
+    render,
+)
+from shared import names
+from shared.errors import FieldError
+
+ROUTER = RouterAddress(Address("127.0.0.1", 9100), 9101)
+
+
+def config(**changes: Any) -> EnvoyConfig:
+    values: dict[str, Any] = {
+        "endpoints": (Address("127.0.0.1", 9001), Address("::1", 9002)),
+        "routers": (ROUTER, RouterAddress(Address("127.0.0.1", 9110), 9111)),
+        "collectors": (Address("127.0.0.1", 9200), Address("127.0.0.1", 9201)),
+        "api": (Address("127.0.0.1", 9300),),
+    }
+    return EnvoyConfig(**{**values, **changes})
+
+
+def manager(bootstrap: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = bootstrap["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0][
+        "typed_config"
+    ]
+    return found
+
+
+def cluster(bootstrap: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(found for found in bootstrap["static_resources"]["clusters"] if found["name"] == name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"api": ()}, {"endpoints": (Address("model.example", 80),)}, {"collector_token": "secret"}],
+    ids=["addresses", "no api", "names", "token"],
+)
+def test_envoy_accepts_the_config(tmp_path: Path, changes: dict[str, Any]) -> None:
+    file = tmp_path / "envoy.json"
+    file.write_text(json.dumps(render(config(**changes))))
+    done = subprocess.run(
+        [find_binaries().envoy, "--mode", "validate", "-c", file], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_every_steering_header_is_removed_before_any_filter() -> None:
+    mutations = manager(render(config()))["early_header_mutation_extensions"][0]["typed_config"]["mutations"]
+    removed = {mutation["remove"] for mutation in mutations if "remove" in mutation}
+    prefixes = {
+        mutation["remove_on_match"]["key_matcher"]["prefix"] for mutation in mutations if "remove_on_match" in mutation
+    }
+    assert removed == set(names.STRIPPED_FROM_CLIENTS)
+    assert prefixes == {*names.STRIPPED_PREFIXES, "x-envoy-"}
+
+
+def test_the_picker_sees_no_credential_and_no_response() -> None:
+    ext_proc = manager(render(config()))["http_filters"][0]["typed_config"]
+    assert ext_proc["failure_mode_allow"] is True
+    assert ext_proc["message_timeout"] == "1s"
+    assert ext_proc["processing_mode"]["request_body_mode"] == "BUFFERED"
+    assert ext_proc["processing_mode"]["response_header_mode"] == "SKIP"
+    assert ext_proc["processing_mode"]["response_body_mode"] == "NONE"
+    assert ext_proc["processing_mode"]["response_trailer_mode"] == "SEND"
+    hidden = {pattern["exact"] for pattern in ext_proc["forward_rules"]["disallowed_headers"]["patterns"]}
+    assert {"authorization", "cookie"} <= hidden
+    assert ext_proc["metadata_options"]["receiving_namespaces"]["untyped"] == ["envoy.lb", "leadtime"]
+    assert ext_proc["metadata_options"]["forwarding_namespaces"]["untyped"] == ["envoy.lb"]
+
+
+def test_the_script_writes_under_the_names_of_the_contract() -> None:
+    source = first_content_source()
+    for name in (names.LUA_NAMESPACE, names.LUA_FIRST_CONTENT, names.LUA_SKIP):
+        assert f'"{name}"' in source
+
+
+def test_every_other_path_than_api_goes_through_the_picker() -> None:
+    host = manager(render(config()))["route_config"]["virtual_hosts"][0]
+    api, pool = host["routes"]
+    assert api["match"] == {"path_separated_prefix": "/api"}
+    assert all(setting["disabled"] for setting in api["typed_per_filter_config"].values())
+    assert pool["match"] == {"prefix": "/"}
+    assert "typed_per_filter_config" not in pool
+    assert pool["request_headers_to_remove"] == ["accept-encoding"]
+    only_pool = manager(render(config(api=())))["route_config"]["virtual_hosts"][0]["routes"]
+    assert [route["name"] for route in only_pool] == ["pool"]
+
+
+def test_a_name_among_the_addresses_makes_a_dns_cluster() -> None:
+    assert cluster(render(config()), "pool")["type"] == "STATIC"
+    named = config(endpoints=(Address("127.0.0.1", 1), Address("model.example", 80)))
+    assert cluster(render(named), "pool")["type"] == "STRICT_DNS"
+
+
+def test_routers_are_checked_on_their_health_port_for_the_ext_proc_service() -> None:
+    picker = cluster(render(config()), "picker")
+    members = picker["load_assignment"]["endpoints"][0]["lb_endpoints"]
+    assert [member["endpoint"]["health_check_config"]["port_value"] for member in members] == [9101, 9111]
+    check = picker["health_checks"][0]["grpc_health_check"]
+    assert check == {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"}
+
+
+def test_the_access_log_carries_the_tags_the_collector_reads() -> None:
+    log = manager(render(config()))["access_log"][0]["typed_config"]["common_config"]
+    assert {tag["tag"] for tag in log["custom_tags"]} == {names.TAG_FIRST_BODY_BYTE_US, names.TAG_LAST_BYTE_US}
+    assert "initial_metadata" not in log["grpc_service"]
+    secured = manager(render(config(collector_token="t")))["access_log"][0]["typed_config"]["common_config"]
+    assert secured["grpc_service"]["initial_metadata"] == [{"key": "authorization", "value": "Bearer t"}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"endpoints": ()}, "endpoints"),
+        ({"routers": ()}, "routers"),
+        ({"collectors": ()}, "collectors"),
+        ({"admin": Address("0.0.0.0", 9901)}, "admin"),
+        ({"body_limit_bytes": 0}, "body_limit_bytes"),
+    ],
+)
+def test_a_config_that_cannot_work_names_its_field(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        config(**changes)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("http://127.0.0.1:8000", "127.0.0.1:8000"),
+        ("http://model.example:80/", "model.example:80"),
+        ("http://[::1]:8000", "[::1]:8000"),
+    ],
+)
+def test_an_endpoint_url_becomes_host_and_port(url: str, text: str) -> None:
+    assert str(parse_endpoint(url)) == text
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:8000",
+        "https://a:1",
+        "http://a",
+        "http://a:0",
+        "http://a:99999",
+        "http://a:1/v1",
+        "http://u:p@a:1",
+        "",
+    ],
+)
+def test_a_url_that_envoy_would_not_reach_as_written_is_refused(url: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        parse_endpoint(url)
+    assert "http://host:port" in str(caught.value)
