@@ -430,12 +430,9 @@ class Engine:
 
     def _publish(self, state: RequestState, full_blocks: int) -> None:
         if self.limits.prefix_caching:
-            publish = self.pool.publish
-            for block_hash in state.block_hashes[state.published_blocks : full_blocks]:
-                block = publish(block_hash)
-                if block is not None:
-                    state.blocks.append(block)
-                    state.private_blocks -= 1
+            new_hashes = state.block_hashes[state.published_blocks : full_blocks]
+            state.blocks.extend([self.pool.publish(block_hash) for block_hash in new_hashes])
+            state.private_blocks -= len(new_hashes)
         state.published_blocks = full_blocks
 
     def _preempt(self, state: RequestState) -> None:

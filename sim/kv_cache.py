@@ -4,8 +4,8 @@ Pure; `engine` is its only caller. A block is in exactly one of four states: fre
 hash), pinned (hashed, held by one or more sequences) or idle (hashed, held by none, evictable). Private and free blocks
 are only counted; hashed ones are objects. Cost is per block at admission and release, none per token.
 
-It differs from vLLM in one point: blocks that never got a hash are reused before any hashed one, where vLLM keeps both
-kinds in one queue.
+It differs from vLLM in two points: blocks that never got a hash are reused before any hashed one, where vLLM keeps both
+kinds in one queue; and a block computed twice is merged, where vLLM keeps both copies.
 """
 
 from collections import OrderedDict
@@ -85,14 +85,20 @@ class KvBlockPool:
         self.private_blocks += blocks
         return True
 
-    def publish(self, block_hash: int) -> CachedBlock | None:
-        """Turn one private block into a pinned, findable one; None if that hash is cached already (stays private)."""
-        if block_hash in self._cached:
-            return None
-        block = CachedBlock(block_hash)
-        self._cached[block_hash] = block
+    def publish(self, block_hash: int) -> CachedBlock:
+        """Make one private block findable under its hash; if that hash is cached already, hold that block instead."""
+        block = self._cached.get(block_hash)
         self.private_blocks -= 1
-        self.pinned_blocks += 1
+        if block is None:
+            block = CachedBlock(block_hash)
+            self._cached[block_hash] = block
+            self.pinned_blocks += 1
+            return block
+        self.free_blocks += 1
+        if block.holders == 0:
+            del self._idle[block_hash]
+            self.pinned_blocks += 1
+        block.holders += 1
         return block
 
     def release(self, blocks: Sequence[CachedBlock], private_blocks: int) -> None:

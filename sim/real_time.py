@@ -79,23 +79,25 @@ class RealTimeEngine:
         loop: asyncio.AbstractEventLoop,
         on_step: Callable[[StepResult], None],
         on_flush: Callable[[], None],
+        clock_ms: Callable[[], float] = monotonic_ms,
     ) -> None:
         self.engine = engine
         self.lateness = LatenessRecorder()
+        self._clock_ms = clock_ms
         self._loop = loop
         self._on_step = on_step
         self._on_flush = on_flush
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
 
     def submit(self, request: EngineRequest) -> RequestState:
-        state = self.engine.submit(request, monotonic_ms())
+        state = self.engine.submit(request, self._clock_ms())
         if self._timer is None:
             # Not at once: what else arrives in this turn of the loop joins the same step.
             self._timer = self._loop.call_soon(self._advance)
         return state
 
     def abort(self, request_id: str) -> None:
-        self.engine.abort(request_id, monotonic_ms())
+        self.engine.abort(request_id, self._clock_ms())
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -104,7 +106,7 @@ class RealTimeEngine:
 
     def _advance(self) -> None:
         engine = self.engine
-        now_ms = monotonic_ms()
+        now_ms = self._clock_ms()
         step = engine.current_step
         start_ms = max(now_ms, engine.now_ms)
         finished_any = False
@@ -130,7 +132,7 @@ class RealTimeEngine:
         if step is None:
             self._timer = None
             return
-        delay_ms = step.end_ms - monotonic_ms()
+        delay_ms = step.end_ms - self._clock_ms()
         if delay_ms > 0:
             self._timer = self._loop.call_later(delay_ms / 1000, self._advance)
         else:
