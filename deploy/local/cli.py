@@ -1,0 +1,174 @@
+"""The `leadtime` command: `demo` shows the whole system at work, `up` stands it in front of your own servers.
+
+The composition root of `deploy/local`: it reads the command line and the environment, and turns faults into a message
+and an exit status. 0: done; 1: a request failed, or a part did; 2: bad arguments; 130 or 143: stopped by a signal.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from secrets import SystemRandom
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from deploy.local import scenario
+from deploy.local.control import ControlError
+from deploy.local.demo import DemoOptions, run_demo
+from deploy.local.envoy import Address, parse_endpoint
+from deploy.local.ports import LOOPBACK
+from deploy.local.processes import ChildError
+from deploy.local.run_dir import new_run_dir
+from deploy.local.screen import Screen
+from deploy.local.stack import Stack, StackConfig, endpoint_address
+from deploy.local.up import UpOptions, run_up
+from shared.errors import ConfigurationError, FieldError
+from shared.settings import is_loopback
+
+app = typer.Typer(
+    name="leadtime",
+    help="Routes each request for a language model to the endpoint that will answer it best, by learned latency.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def demo(
+    seconds: Annotated[
+        float, typer.Option(min=5, max=600, help="Length of each of the three measured phases, in seconds.")
+    ] = scenario.DEFAULT_SECONDS,
+    rate: Annotated[
+        float, typer.Option(min=1, max=scenario.MAX_RATE_PER_S, help="Requests a second, open loop.")
+    ] = scenario.DEFAULT_RATE_PER_S,
+    seed: Annotated[
+        int, typer.Option(min=0, max=1_000_000, help="Of the arrivals, the texts and the simulated servers.")
+    ] = scenario.DEFAULT_SEED,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
+) -> None:
+    """Show the whole system at work on simulated servers.
+
+    Starts real NATS, Envoy and a Redis-protocol server, the four services, and six simulated model servers of three
+    speeds. Sends the same conversations under round robin, under the hand-tuned load-prefix score and under Leadtime,
+    which learns from them as they pass, and ends with a table. Takes about two and a half minutes.
+    """
+    console = Console()
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {json_file.absolute().parent}", param_hint="--json")
+    run_dir = _run_dir("demo")
+    options = DemoOptions(scenario.Workload(rate, seconds, seed), run_dir, dict(os.environ))
+
+    async def play() -> int:
+        with Screen(console) as screen:
+            report = await run_demo(options, screen, _make_stack)
+        screen.table(report, str(run_dir))
+        if json_file is not None:
+            await asyncio.to_thread(json_file.write_text, json.dumps(report, indent=1) + "\n")
+        return 1 if report["failed"] else 0
+
+    sys.exit(run(play))
+
+
+@app.command()
+def up(
+    endpoint: Annotated[
+        list[str],
+        typer.Option(
+            metavar="URL", help="A model server, http://host:port[;hardware_class=h100]. Repeat it for each server."
+        ),
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Where to take requests; 0 takes a free port.")] = 8080,
+    host: Annotated[str, typer.Option(help="Address to take requests on.")] = LOOPBACK,
+    api: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="An ordinary service, http://host:port, to answer /api beside the models."),
+    ] = None,
+    profile: Annotated[str, typer.Option(help="The routing policy: a preset's name.")] = "leadtime",
+    predictors: Annotated[int, typer.Option(min=0, max=16, help="Predictor processes.")] = 1,
+    state: Annotated[
+        Path, typer.Option(help="Directory that keeps samples and bundles from one run to the next.")
+    ] = Path(".run/state"),
+) -> None:
+    """Run Leadtime in front of your own OpenAI-compatible servers until stopped.
+
+    Looks at each server first and says what it lacks; prints where to send requests and where to look.
+    """
+    console = Console(soft_wrap=True)
+    try:
+        for each in endpoint:
+            endpoint_address(each)
+        api_address = parse_endpoint(api) if api else None
+    except FieldError as error:
+        raise typer.BadParameter(str(error)) from None
+    if not is_loopback(host):
+        console.print(f"{host}: whoever reaches this address can use your servers; Envoy asks for no key")
+    options = UpOptions(
+        endpoints=tuple(endpoint),
+        listen=Address(host, port),
+        api=api_address,
+        profile=profile,
+        predictors=predictors,
+        run_dir=_run_dir("up"),
+        state_dir=state.absolute(),
+        environment=dict(os.environ),
+    )
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    async def serve() -> int:
+        await run_up(options, say, _make_stack)
+        return 0
+
+    sys.exit(run(serve))
+
+
+def run(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Run to the end, or until SIGINT, SIGTERM or SIGHUP, which cancel it; a second signal ends the process at once.
+
+    Cancelled, it still stops what it started. Faults that a user can mend are told in words, without a traceback.
+    """
+    received: list[int] = []
+
+    async def guarded() -> int:
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(main())
+
+        def on_signal(number: int) -> None:
+            if received:  # the kernel ends the children of a process that ends
+                os._exit(128 + number)
+            received.append(number)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, on_signal, number)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return 128 + received[0] if received else 1
+
+    try:
+        return asyncio.run(guarded())
+    except (ChildError, ControlError, ConfigurationError, FieldError, OSError) as error:
+        sys.stderr.write(f"leadtime: {error}\n")
+        return 1
+
+
+def _make_stack(config: StackConfig, **options: Any) -> Stack:
+    return Stack(config, rng=SystemRandom(), **options)
+
+
+def _run_dir(command: str) -> Path:
+    return new_run_dir(Path.cwd(), command, time.strftime("%Y%m%d-%H%M%S"), os.getpid())
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,128 @@
+"""Looks at a user's model server once, before traffic: does it serve, and does it say what Leadtime learns from?
+
+`inspect` asks the server (an edge; two generations of two tokens); `judge` turns the finding into sentences. A lack is
+no error: Leadtime routes all the same, and the sentence says what it can't learn.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiohttp
+
+from shared.labels import EventStreamObserver
+
+_LOAD_METRICS: Final = (b"num_requests_waiting", b"num_queue_reqs", b"nv_trt_llm_request_metrics", b"num_waiting")
+_TIMEOUT_S: Final = 20.0
+_PAGE_BYTES: Final = 2 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one server showed. None: wasn't asked, since an earlier step failed."""
+
+    url: str
+    reachable: bool
+    models: tuple[str, ...] | None = None
+    load_metrics: bool = False
+    stream_status: int | None = None
+    content: bool | None = None
+    usage_unasked: bool | None = None
+    usage_asked: bool | None = None
+    cached_tokens: bool | None = None
+
+
+def judge(finding: Finding) -> list[str]:
+    """What is lacking, one sentence each, with the remedy; empty when nothing is."""
+    if not finding.reachable:
+        return ["doesn't answer: requests go to the others until it does"]
+    lacks = []
+    if not finding.models:
+        lacks.append("/v1/models names no model: Leadtime can't tell which requests it serves")
+    if not finding.load_metrics:
+        lacks.append("/metrics shows no queue length: Leadtime sees only the requests that it routed itself")
+    if finding.stream_status is None:
+        return lacks
+    if finding.stream_status in {401, 403}:
+        lacks.append(f"a test request without a key is answered {finding.stream_status}: usage wasn't checked")
+        return lacks
+    if finding.stream_status != 200 or not finding.content:
+        lacks.append(f"a streamed test request ended with status {finding.stream_status} and no content")
+        return lacks
+    if not finding.usage_unasked:
+        asked = "only for clients that set stream_options.include_usage" if finding.usage_asked else "none at all"
+        lacks.append(
+            f"usage in streams: {asked}; TPOT and token counts are learned from those alone "
+            "(vLLM: --enable-force-include-usage)"
+        )
+    if not finding.cached_tokens:
+        lacks.append(
+            "usage doesn't tell cached tokens: prefix hits stay an estimate (vLLM: --enable-prompt-tokens-details)"
+        )
+    return lacks
+
+
+async def inspect(http: aiohttp.ClientSession, url: str) -> Finding:
+    """Ask a server for its models, its metrics and two short streams; never raises for what it answers."""
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            models = await _models(http, url)
+            load_metrics = await _load_metrics(http, url)
+            if not models:
+                return Finding(url, reachable=True, models=models, load_metrics=load_metrics)
+            status, plain = await _stream(http, url, models[0], {})
+            _, asked = await _stream(http, url, models[0], {"stream_options": {"include_usage": True}})
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return Finding(url, reachable=False)
+    usage, usage_asked = plain.usage(), asked.usage()
+    return Finding(
+        url=url,
+        reachable=True,
+        models=models,
+        load_metrics=load_metrics,
+        stream_status=status,
+        content=plain.first_content_ms is not None,
+        usage_unasked=usage is not None,
+        usage_asked=usage_asked is not None,
+        cached_tokens=any(told is not None and told.cached_tokens is not None for told in (usage, usage_asked)),
+    )
+
+
+async def inspect_all(http: aiohttp.ClientSession, urls: Sequence[str]) -> list[Finding]:
+    """All at once, in the order given."""
+    return list(await asyncio.gather(*(inspect(http, url) for url in urls)))
+
+
+async def _models(http: aiohttp.ClientSession, url: str) -> tuple[str, ...]:
+    async with http.get(f"{url}/v1/models") as response:
+        if response.status != 200:
+            return ()
+        try:
+            page = await response.json(content_type=None)
+            return tuple(str(model["id"]) for model in page["data"])
+        except (ValueError, KeyError, TypeError):
+            return ()
+
+
+async def _load_metrics(http: aiohttp.ClientSession, url: str) -> bool:
+    async with http.get(f"{url}/metrics") as response:
+        page = await response.content.read(_PAGE_BYTES) if response.status == 200 else b""
+        return any(name in page for name in _LOAD_METRICS)
+
+
+async def _stream(
+    http: aiohttp.ClientSession, url: str, model: str, options: dict[str, Any]
+) -> tuple[int, EventStreamObserver]:
+    observer = EventStreamObserver()
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Say yes."}],
+        "max_tokens": 2,
+        "stream": True,
+        **options,
+    }
+    async with http.post(f"{url}/v1/chat/completions", json=body) as response:
+        async for chunk in response.content.iter_any():
+            observer.feed(chunk, 0.0)
+        return response.status, observer

@@ -1,0 +1,128 @@
+"""`leadtime up`: the same stack in front of a user's own OpenAI-compatible servers, until it is stopped.
+
+It looks at each server first and says what is lacking, starts everything, prints where to send requests and where to
+look, and then only watches: a process that ends by itself is started again, with its last lines shown.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+
+from deploy.local.endpoint_check import Finding, inspect_all, judge
+from deploy.local.envoy import Address
+from deploy.local.processes import ChildError
+from deploy.local.stack import Stack, StackConfig, endpoint_address
+from shared.errors import ConfigurationError
+
+_RESTART_PAUSE_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What to stand in front of, and where."""
+
+    endpoints: tuple[str, ...]
+    """`http://host:port[;hardware_class=…]`"""
+    listen: Address
+    api: Address | None
+    profile: str
+    predictors: int
+    run_dir: Path
+    state_dir: Path
+    environment: dict[str, str]
+
+
+async def run_up(options: UpOptions, say: Callable[[str], None], make_stack: Callable[..., Stack]) -> None:
+    """Run until cancelled."""
+    with owned(options.state_dir):
+        async with aiohttp.ClientSession() as http:
+            urls = [f"http://{endpoint_address(endpoint)}" for endpoint in options.endpoints]
+            findings = await inspect_all(http, urls)
+        for line in finding_lines(findings):
+            say(line)
+        config = StackConfig(
+            run_dir=options.run_dir,
+            endpoints=options.endpoints,
+            listen=options.listen,
+            api=options.api,
+            profile=options.profile,
+            predictors=options.predictors,
+            state_dir=options.state_dir,
+            environment=options.environment,
+        )
+        async with make_stack(config, report=say) as stack:
+            for line in where_lines(stack, findings):
+                say(line)
+            await watch(stack, say)
+
+
+async def watch(stack: Stack, say: Callable[[str], None]) -> None:
+    """Start again what ends by itself, for ever. Requests go on meanwhile, each part's README says how."""
+    while True:
+        try:
+            await stack.ended()
+        except ChildError as fault:
+            say(str(fault))
+            # A part that ends at once again and again must not keep the machine busy with starting it.
+            await asyncio.sleep(_RESTART_PAUSE_S)
+            try:
+                await stack.restart(fault.name)
+                say(f"{fault.name}: started again")
+            except ChildError as again:
+                say(str(again))
+
+
+@contextlib.contextmanager
+def owned(state_dir: Path) -> Iterator[None]:
+    """Make the state directory and keep a second stack off it; raises ConfigurationError when another has it."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    with (state_dir / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigurationError(
+                f"--state {state_dir}: another `leadtime up` keeps its samples and bundles there; name another one"
+            ) from None
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def finding_lines(findings: Sequence[Finding]) -> list[str]:
+    """Per server: what it serves, then what it lacks."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.url}: {', '.join(finding.models) if finding.models else 'no model seen'}")
+        lines += [f"  {lack}" for lack in judge(finding)]
+    return lines
+
+
+def where_lines(stack: Stack, findings: Sequence[Finding]) -> list[str]:
+    """Where to send requests, and where to look."""
+    at = stack.addresses
+    model = next((finding.models[0] for finding in findings if finding.models), "MODEL")
+    body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    lines = [
+        "",
+        f"send requests to {at.gateway_url}/v1, for example:",
+        f"  curl -N {at.gateway_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        "and look at",
+        f"  endpoints as the router sees them   {at.router_url}/v1/endpoints",
+        f"  the newest decisions, and why       {at.router_url}/v1/decisions",
+        f"  counts by rung, bundles, error      {at.router_url}/v1/stats",
+        f"  the model                           {at.trainer_url}/v1/model",
+        f"  metrics                             {at.router_url}/metrics  {at.collector_url}/metrics",
+        f"                                      {at.trainer_url}/metrics  {at.envoy_admin_url}/stats/prometheus",
+        f"logs: {stack.config.run_dir}",
+        "Ctrl-C stops everything.",
+    ]
+    if stack.config.api:
+        lines.insert(2, f"  and {at.gateway_url}/api goes to http://{stack.config.api}, past the router")
+    return lines
