@@ -1,0 +1,85 @@
+"""Checks a JSON result of the demo or of a benchmark: the agreed keys are there, and the numbers can be true.
+
+Speed isn't judged here: the machine is shared. What is: no failed request, every policy measured, samples and bundles
+made, every figure a positive finite number.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+POLICIES = ("round-robin", "load-prefix", "leadtime")
+DECISION_PARTS = ("transport", "parse", "features", "policy", "model", "total")
+
+
+def demo(result: Mapping[str, Any]) -> list[str]:
+    """Faults of a demo's result."""
+    faults = []
+    if result["failed"] != 0:
+        faults.append(f"failed is {result['failed']}, not 0")
+    if result["requests"] < 100:
+        faults.append(f"only {result['requests']} requests")
+    if result["samples"] <= 0.9 * result["requests"]:
+        faults.append(f"{result['samples']} samples of {result['requests']} requests")
+    if result["bundles"] < 1:
+        faults.append("no bundle")
+    if result["served_by"]["predictor"] <= 0:
+        faults.append("no decision by the predictor")
+    if not isinstance(result["void"], bool):
+        faults.append("void is no boolean")
+    for key in ("ttft_mape", "ttft_bias"):
+        if not is_number(result["prediction"][key]):
+            faults.append(f"prediction.{key} is {result['prediction'][key]}")
+    for policy in POLICIES:
+        for key in ("ttft_p50_ms", "ttft_p90_ms", "e2e_p50_ms"):
+            value = result["policies"][policy][key]
+            if not is_number(value) or value <= 0:
+                faults.append(f"policies.{policy}.{key} is {value}")
+    return faults
+
+
+def bench_router(result: Mapping[str, Any]) -> list[str]:
+    """Faults of `bench/router.py`'s result."""
+    parts = result["decision_cpu_us"]
+    return [f"decision_cpu_us.{key} is {parts[key]}" for key in DECISION_PARTS if not positive(parts[key])]
+
+
+def bench_predictor(result: Mapping[str, Any]) -> list[str]:
+    """Faults of `bench/predictor.py`'s result."""
+    return [f"{key} is {result[key]}" for key in ("rows_per_s_per_core", "p99_ms") if not positive(result[key])]
+
+
+def is_number(value: object) -> bool:
+    """A finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def positive(value: Any) -> bool:
+    """A finite number above 0."""
+    return is_number(value) and value > 0
+
+
+CHECKS = {"demo": demo, "bench/router": bench_router, "bench/predictor": bench_predictor}
+
+
+def main() -> int:
+    """`check_results.py KIND FILE`; a benchmark without a check of its own must be a JSON object with something in it."""
+    kind, file = sys.argv[1:3]
+    result = json.loads(Path(file).read_text())
+    if not isinstance(result, dict) or not result:
+        sys.stderr.write(f"{kind}: no JSON object\n")
+        return 1
+    try:
+        faults = CHECKS.get(kind, lambda _: [])(result)
+    except (KeyError, TypeError) as error:
+        faults = [f"a key is missing or of another kind: {error!r}"]
+    for fault in faults:
+        sys.stderr.write(f"{kind}: {fault}\n")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

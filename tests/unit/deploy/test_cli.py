@@ -1,0 +1,42 @@
+"""The command line: help, and arguments that can't work are refused before anything starts."""
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.local.cli import app
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_help_names_both_commands() -> None:
+    output = run("--help").output
+    assert "demo" in output
+    assert "up" in output
+
+
+@pytest.mark.parametrize("command", ["demo", "up"])
+def test_each_command_has_help(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Options:" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("demo", "--seconds", "1"), "--seconds"),
+        (("demo", "--rate", "61"), "--rate"),
+        (("demo", "--json", "/nowhere/at/all.json"), "no directory"),
+        (("up",), "--endpoint"),
+        (("up", "--endpoint", "https://127.0.0.1:1"), "http://host:port"),
+        (("up", "--endpoint", "127.0.0.1:1"), "http://host:port"),
+        (("up", "--endpoint", "http://127.0.0.1:1", "--port", "70000"), "--port"),
+        (("up", "--endpoint", "http://127.0.0.1:1", "--api", "ftp://x"), "http://host:port"),
+    ],
+)
+def test_bad_arguments_are_refused_with_the_reason(arguments: tuple[str, ...], said: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in result.output

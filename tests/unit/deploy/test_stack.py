@@ -1,0 +1,96 @@
+"""What the stack tells its children, before any of them is started."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from deploy.local.envoy import Address
+from deploy.local.ports import Ports
+from deploy.local.stack import (
+    Addresses,
+    StackConfig,
+    common_environment,
+    endpoint_address,
+    envoy_config,
+    place_simulated,
+    reserve_addresses,
+    service,
+    simulated_endpoints,
+)
+from shared.errors import FieldError
+from sim.spec import ProcessSpec, ServerSpec
+
+SPEC = ProcessSpec(servers=(ServerSpec(name="a"), ServerSpec(name="b", port=4_321)))
+
+
+@pytest.fixture
+def ports():
+    ports = Ports(random.Random(1))
+    yield ports
+    ports.close()
+
+
+def addresses(ports: Ports, **fields: object) -> Addresses:
+    return reserve_addresses(StackConfig(run_dir=Path(), simulated=SPEC, **fields), ports)  # type: ignore[arg-type]
+
+
+def test_every_listener_has_a_port_of_its_own(ports: Ports) -> None:
+    at = addresses(ports, predictors=3)
+    numbers = [
+        at.gateway.port, at.envoy_admin, at.nats, at.nats_monitor, at.redis, at.router_extproc, at.router_health,
+        at.router_http, at.collector_als, at.collector_http, at.trainer_http, *at.predictors_http, at.sim_control,
+    ]  # fmt: skip
+    assert len(set(numbers)) == len(numbers) == 15
+    assert all(numbers)
+
+
+def test_a_chosen_gateway_port_is_kept(ports: Ports) -> None:
+    at = addresses(ports, listen=Address("0.0.0.0", 8_080))
+    assert at.gateway == Address("0.0.0.0", 8_080)
+    assert at.gateway_url == "http://127.0.0.1:8080"
+
+
+def test_simulated_servers_get_ports_and_keep_those_they_have(ports: Ports) -> None:
+    placed = place_simulated(SPEC, 99, ports)
+    assert placed.control_port == 99
+    assert placed.servers[0].port
+    assert placed.servers[1].port == 4_321
+
+
+def test_endpoints_carry_their_hardware_class(ports: Ports) -> None:
+    placed = place_simulated(SPEC, 99, ports)
+    first, second = simulated_endpoints(placed, {"b": "h100"})
+    assert first == f"http://127.0.0.1:{placed.servers[0].port}"
+    assert second == "http://127.0.0.1:4321;hardware_class=h100"
+
+
+def test_envoy_gets_the_addresses_without_the_attributes(ports: Ports) -> None:
+    config = envoy_config(addresses(ports), ("http://127.0.0.1:1;hardware_class=h100", "http://[::1]:2"), None)
+    assert config.endpoints == (Address("127.0.0.1", 1), Address("::1", 2))
+    assert config.api == ()
+
+
+def test_an_endpoint_that_envoy_would_not_reach_is_refused() -> None:
+    with pytest.raises(FieldError, match="endpoint"):
+        endpoint_address("https://127.0.0.1:1;hardware_class=h100")
+
+
+def test_a_service_is_told_its_settings_by_its_own_prefix() -> None:
+    spec = service("router", {"HTTP_PORT": 1, "PROFILE": "leadtime"}, nice=3)
+    assert spec.environment == {"LEADTIME_ROUTER_HTTP_PORT": "1", "LEADTIME_ROUTER_PROFILE": "leadtime"}
+    assert spec.command[1:] == ("-P", "-m", "services.router")
+    assert spec.nice == 3
+
+
+def test_no_child_may_start_threads_or_telemetry_of_its_own_accord(ports: Ports) -> None:
+    environment = common_environment(addresses(ports), "default")
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["ORT_DISABLE_TELEMETRY"] == "1"
+    assert environment["LEADTIME_ROUTER_POOL"] == "default"
+
+
+@pytest.mark.parametrize("fields", [{}, {"simulated": SPEC, "endpoints": ("http://127.0.0.1:1",)}])
+def test_either_endpoints_or_simulated_servers(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="either endpoints or simulated"):
+        StackConfig(run_dir=Path(), **fields)  # type: ignore[arg-type]
