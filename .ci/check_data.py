@@ -3,6 +3,8 @@
 `check_data.py FOLDER`; closes with a line of passed and failed checks.
 """
 
+# ruff: noqa: INP001 - a script, no package
+
 import sys
 from collections.abc import Callable
 from itertools import pairwise

@@ -4,6 +4,8 @@ Speed isn't judged here: the machine is shared. What is: no failed request, ever
 made, every figure a positive finite number.
 """
 
+# ruff: noqa: INP001 - a script, no package
+
 import json
 import math
 import sys
@@ -30,9 +32,8 @@ def demo(result: Mapping[str, Any]) -> list[str]:
         faults.append("no decision by the predictor")
     if not isinstance(result["void"], bool):
         faults.append("void is no boolean")
-    for key in ("ttft_mape", "ttft_bias"):
-        if not is_number(result["prediction"][key]):
-            faults.append(f"prediction.{key} is {result['prediction'][key]}")
+    error = result["prediction"]
+    faults += [f"prediction.{key} is {error[key]}" for key in ("ttft_mape", "ttft_bias") if not is_number(error[key])]
     for policy in POLICIES:
         for key in ("ttft_p50_ms", "ttft_p90_ms", "e2e_p50_ms"):
             value = result["policies"][policy][key]
@@ -66,7 +67,7 @@ CHECKS = {"demo": demo, "bench/router": bench_router, "bench/predictor": bench_p
 
 
 def main() -> int:
-    """`check_results.py KIND FILE`; a benchmark without a check of its own must be a JSON object with something in it."""
+    """`check_results.py KIND FILE`; a benchmark without a check of its own must be a JSON object that isn't empty."""
     kind, file = sys.argv[1:3]
     result = json.loads(Path(file).read_text())
     if not isinstance(result, dict) or not result:
