@@ -1,0 +1,364 @@
+"""`PoolState`: all that the router knows about its endpoints, behind one facade. Pure.
+
+The director asks for a `snapshot`, counts its choice in with `dispatch` and out with `finish`; the scraper and
+discovery report what they see; finished requests come back through `observe_outcome` and teach bytes per token, step
+times, the timer's pace and how much of a prefix cache is really there. Nothing here waits, and nothing grows without
+bound.
+
+Limits: one event loop. Outcomes of requests that another router dispatched teach step times alone.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from services.router.request.inference_request import InferenceRequest
+from services.router.request.tokens import TokenEstimator, expected_output_tokens
+from services.router.state.ledger import Ledger
+from services.router.state.prefix_index import BlockHasher, PrefixIndex, PrefixMatch
+from services.router.state.snapshot import Candidates
+from services.router.state.table import Endpoint, EndpointTable
+from services.router.state.vllm_metrics import EngineMetrics
+from shared.features import HARDWARE_CLASSES
+from shared.samples import LatencySample, Outcome
+
+# Process starts closer than this are one process: some exporters round, some servers answer from several processes.
+_SAME_START_S: Final = 1.0
+_MAX_RECORDS: Final = 16_384
+# How a wrong guess about an endpoint's cache changes the room that the index gives it.
+_CAPACITY_SHRINK: Final = 0.9
+_CAPACITY_GROW: Final = 1.02
+_CAPACITY_FLOOR: Final = 0.05
+_CAPACITY_TOLERANCE: Final = 0.05
+_FAILED_UPSTREAM: Final = frozenset({Outcome.UPSTREAM_ERROR, Outcome.UPSTREAM_RESET, Outcome.TIMEOUT})
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """`scrape_limit_ms`: scraped values older than this are unknown. `prefix_block_bytes`: a multiple of 8.
+
+    `prefix_max_blocks`: of one prompt. `prefix_default_blocks`: of an endpoint that hasn't told its cache's size.
+    `prefix_total_blocks`: of all endpoints. `max_request_age_ms`: after which an entry without an end is given up.
+    """
+
+    scrape_limit_ms: float = 5_000.0
+    prefix_block_bytes: int = 512
+    prefix_max_blocks: int = 2_048
+    prefix_default_blocks: int = 4_096
+    prefix_total_blocks: int = 500_000
+    max_request_age_ms: float = 3_600_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointStatus:
+    """One endpoint for the admin pages; None is unknown. `scrape_age_ms` is told however old it is."""
+
+    address: str
+    ready: bool
+    retired: bool
+    engine: str
+    hardware_class: str
+    models: list[str] | None
+    incarnation: float
+    incarnations: int
+    in_flight_requests: int
+    in_flight_tokens: int
+    pending_requests: int
+    pending_uncached_tokens: int
+    oldest_pending_age_ms: float
+    decoding_requests: int
+    decode_context_tokens: float
+    step_time_ms: float | None
+    waiting_requests: float | None
+    running_requests: float | None
+    kv_cache_utilization: float | None
+    scrape_age_ms: float | None
+    prefix_blocks: int
+    prefix_capacity_blocks: int
+
+
+@dataclass(slots=True)
+class _Record:
+    """What has to be known of a dispatched request when its outcome comes back."""
+
+    slot: int
+    incarnations: int
+    model: str
+    text_bytes: int
+    ahead_tokens: int
+    matched_tokens: float
+    alone: bool
+
+
+class PoolState:
+    """See the module. `tokens` is the estimator that requests are parsed with."""
+
+    def __init__(self, config: PoolConfig, *, salt: bytes, tokens: TokenEstimator) -> None:
+        """`salt`: secret of the prefix hashes, the same in all routers that share state."""
+        self.tokens = tokens
+        self.table = EndpointTable(scrape_limit_ms=config.scrape_limit_ms)
+        self.ledger = Ledger(self.table, max_age_ms=config.max_request_age_ms)
+        self.prefixes = PrefixIndex(
+            BlockHasher(salt, block_bytes=config.prefix_block_bytes, max_blocks=config.prefix_max_blocks),
+            default_blocks=config.prefix_default_blocks,
+            max_blocks_total=config.prefix_total_blocks,
+        )
+        self.on_upstream_failure: Callable[[str], None] | None = None
+        """Called with an endpoint's address when a request to it failed: whoever probes can do so at once."""
+        self._block_bytes = config.prefix_block_bytes
+        self._learned_output_tokens: Mapping[str, float] = {}
+        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._kv_tokens: dict[int, int] = {}
+        self._capacity_factor: dict[int, float] = {}
+
+    # --- the director's part ------------------------------------------------------------------------------------
+
+    def snapshot(
+        self, request: InferenceRequest, subset: frozenset[str] | None, now_ms: float
+    ) -> tuple[Candidates, PrefixMatch]:
+        """The candidates for a request at this instant, and its prefix; raises NoEndpoint or ModelNotFound.
+
+        `subset`: `ip:port` or bare `ip` of the endpoints a gateway allows; None allows all.
+        """
+        self.advance(now_ms)
+        match = self.prefixes.match(request.model, request.prompt, request.input_tokens, self.table.capacity)
+        candidates = self.table.candidates(request.model, subset, request.input_tokens, match.matched_tokens, now_ms)
+        return candidates, match
+
+    def expected_output_tokens(self, request: InferenceRequest) -> float | None:
+        """The answer's expected length by the client's cap and the learned lengths; None where neither is known."""
+        return expected_output_tokens(request, self._learned_output_tokens)
+
+    def dispatch(
+        self,
+        decision_id: str,
+        address: str,
+        request: InferenceRequest,
+        match: PrefixMatch,
+        *,
+        predicted_ttft_ms: float | None,
+        now_ms: float,
+    ) -> bool:
+        """Count a request in that is being sent to `address`; `match` is its snapshot's.
+
+        False (nothing is changed) if the endpoint has gone since the snapshot, or the id is in already.
+        """
+        endpoint = self.table.get(address)
+        if endpoint is None:
+            return False
+        slot = endpoint.slot
+        matched = float(match.matched_tokens[slot]) if slot < len(match.matched_tokens) else 0.0
+        added = self.ledger.add(
+            decision_id,
+            slot,
+            input_tokens=request.input_tokens,
+            uncached_tokens=max(request.input_tokens - matched, 0.0),
+            expected_output_tokens=self.expected_output_tokens(request),
+            predicted_ttft_ms=predicted_ttft_ms,
+            now_ms=now_ms,
+        )
+        if not added:
+            return False
+        pending, ahead_tokens = self.ledger.pending(slot)
+        self._records[decision_id] = _Record(
+            slot, endpoint.incarnations, request.model, request.text_bytes, ahead_tokens, matched, pending == 1
+        )
+        if len(self._records) > _MAX_RECORDS:
+            self._records.popitem(last=False)
+        self.prefixes.insert(match.names, slot)
+        return True
+
+    def observe_first_token(self, decision_id: str, now_ms: float) -> bool:
+        """Its first content has been seen on its way through. False if the request isn't in the ledger."""
+        return self.ledger.observe_first_token(decision_id, now_ms)
+
+    def finish(self, decision_id: str, now_ms: float, *, completed: bool = True) -> bool:
+        """Count a request out, however it ended; once. False (counted) if it isn't in the ledger.
+
+        `completed`: the answer came to its end; False for an abort, a reset or a refused connection.
+        """
+        record = self._records.get(decision_id)
+        removed = self.ledger.remove(decision_id, now_ms, completed=completed)
+        if removed and record is not None:
+            endpoint = self.table.at(record.slot)
+            if endpoint is not None and endpoint.retired and not self.ledger.in_flight(record.slot):
+                self._forget(endpoint)
+        return removed
+
+    def advance(self, now_ms: float) -> None:
+        """Let the ledger's timers run. `snapshot` does it too; a ticker keeps metrics and quiet pools up to date."""
+        self.ledger.advance(now_ms)
+
+    # --- outcomes -----------------------------------------------------------------------------------------------
+
+    def observe_outcome(self, sample: LatencySample, now_ms: float) -> None:
+        """Learn from a completed request, ours or another router's."""
+        self.advance(now_ms)
+        record = self._records.pop(sample.decision_id, None)
+        served = self.table.get(sample.endpoint)
+        if sample.outcome in _FAILED_UPSTREAM and self.on_upstream_failure is not None:
+            self.on_upstream_failure(sample.endpoint)
+        if sample.outcome is not Outcome.OK or served is None:
+            return
+        if sample.tpot_ms is not None:
+            self.table.observe_step_time(served.slot, sample.tpot_ms)
+        if record is None:
+            return
+        if sample.input_tokens is not None:
+            self.tokens.observe(record.model, record.text_bytes, sample.input_tokens)
+        if record.slot != served.slot or record.incarnations != served.incarnations:
+            return  # another endpoint served it in the end, or this one has restarted
+        if sample.ttft_ms is not None:
+            self.ledger.learn_ttft(record.slot, record.ahead_tokens, sample.ttft_ms)
+        if sample.cached_tokens is not None and record.alone:
+            self._learn_cache(served, record, sample.cached_tokens)
+
+    def set_expected_output_tokens(self, learned: Mapping[str, float]) -> None:
+        """Usual answer lengths in tokens by model, from the trainer's calibration."""
+        self._learned_output_tokens = dict(learned)
+
+    def _learn_cache(self, endpoint: Endpoint, record: _Record, cached_tokens: int) -> None:
+        """Less found than believed: the cache holds less than it says, or others use it. Asked only of requests that
+        found the endpoint's queue empty: blocks that are still being computed can't be hit.
+        """
+        if record.matched_tokens < 2 * self._block_tokens(record.model):
+            return
+        factor = self._capacity_factor.get(endpoint.slot, 1.0)
+        enough = cached_tokens >= record.matched_tokens / 2
+        factor = min(factor * _CAPACITY_GROW, 1.0) if enough else max(factor * _CAPACITY_SHRINK, _CAPACITY_FLOOR)
+        self._capacity_factor[endpoint.slot] = factor
+        self._size_shelf(endpoint)
+
+    def _block_tokens(self, model: str) -> float:
+        return self._block_bytes / self.tokens.bytes_per_token(model)
+
+    def _size_shelf(self, endpoint: Endpoint) -> None:
+        tokens = self._kv_tokens.get(endpoint.slot)
+        if tokens is None:
+            return
+        model = min(endpoint.models) if endpoint.models else ""
+        blocks = int(tokens / self._block_tokens(model) * self._capacity_factor.get(endpoint.slot, 1.0))
+        present = self.prefixes.capacity(endpoint.slot)
+        if abs(blocks - present) > _CAPACITY_TOLERANCE * present:
+            self.prefixes.set_capacity(endpoint.slot, blocks)
+
+    # --- discovery's part ---------------------------------------------------------------------------------------
+
+    def add_endpoint(self, address: str, *, hardware_class: int = 0, now_ms: float) -> Endpoint:
+        """Discovery lists `ip:port`. It isn't ready until the scraper says so; a known one keeps all it has."""
+        return self.table.add(address, hardware_class=hardware_class, now_ms=now_ms)
+
+    def remove_endpoint(self, address: str) -> None:
+        """Discovery no longer lists it: no candidate from here on; it goes when its last request has ended."""
+        endpoint = self.table.get(address)
+        if endpoint is None:
+            return
+        self.table.retire(endpoint)
+        self.prefixes.drop(endpoint.slot)
+        if not self.ledger.in_flight(endpoint.slot):
+            self._forget(endpoint)
+
+    def _forget(self, endpoint: Endpoint) -> None:
+        self._reset(endpoint)
+        self.table.remove(endpoint)
+
+    def _reset(self, endpoint: Endpoint) -> None:
+        self.ledger.drop(endpoint.slot)
+        self.prefixes.drop(endpoint.slot)
+        self._kv_tokens.pop(endpoint.slot, None)
+        self._capacity_factor.pop(endpoint.slot, None)
+
+    # --- the scraper's part -------------------------------------------------------------------------------------
+
+    def observe_scrape(self, address: str, metrics: EngineMetrics, now_ms: float) -> bool:
+        """What an endpoint's server says. True if it is another process than before: its models must be asked anew."""
+        endpoint = self.table.get(address)
+        if endpoint is None:
+            return False
+        self.advance(now_ms)
+        start = metrics.process_start_s
+        known = endpoint.process_start_s
+        # Only a later start is another process: behind one port there may be several, each with its own start.
+        renewed = start is not None and known is not None and start > known + _SAME_START_S
+        if renewed:
+            self._reset(endpoint)
+            self.table.renew(endpoint, start, now_ms)
+        elif known is None:
+            endpoint.process_start_s = start
+        endpoint.engine = metrics.engine.value
+        if metrics.waiting_requests is not None and metrics.running_requests is not None:
+            self.table.set_scraped(
+                endpoint.slot,
+                waiting_requests=metrics.waiting_requests,
+                running_requests=metrics.running_requests,
+                kv_cache_utilization=metrics.kv_cache_utilization or 0.0,
+                now_ms=now_ms,
+            )
+            self.ledger.correct(endpoint.slot, metrics, now_ms)
+        if metrics.kv_capacity_tokens:
+            self._kv_tokens[endpoint.slot] = metrics.kv_capacity_tokens
+            self._size_shelf(endpoint)
+        return renewed
+
+    def set_ready(self, address: str, ready: bool) -> bool:
+        """Whether the endpoint answers its probes. True if that is a change."""
+        endpoint = self.table.get(address)
+        return endpoint is not None and self.table.set_ready(endpoint, ready)
+
+    def set_models(self, address: str, models: frozenset[str] | None) -> None:
+        """What `/v1/models` lists; None where the server has no such list: then it may serve anything."""
+        endpoint = self.table.get(address)
+        if endpoint is not None:
+            self.table.set_models(endpoint, models)
+
+    def in_flight_at(self, address: str) -> int:
+        """Requests on their way to, or on, one endpoint."""
+        endpoint = self.table.get(address)
+        return 0 if endpoint is None else self.ledger.in_flight(endpoint.slot)
+
+    # --- views --------------------------------------------------------------------------------------------------
+
+    @property
+    def ready_endpoints(self) -> int:
+        return sum(endpoint.ready and not endpoint.retired for endpoint in self.table)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests in the ledger."""
+        return len(self.ledger)
+
+    def endpoints(self, now_ms: float) -> list[EndpointStatus]:
+        """Every endpoint, ready or not, for the admin pages."""
+        self.advance(now_ms)
+        return [self._status(endpoint, now_ms) for endpoint in self.table]
+
+    def _status(self, endpoint: Endpoint, now_ms: float) -> EndpointStatus:
+        slot = endpoint.slot
+        view = self.table.view(slot, now_ms)
+        scraped = bool(view.scrape_known[0])
+        pending, pending_tokens = self.ledger.pending(slot)
+        return EndpointStatus(
+            address=endpoint.address,
+            ready=endpoint.ready,
+            retired=endpoint.retired,
+            engine=endpoint.engine,
+            hardware_class=HARDWARE_CLASSES[endpoint.hardware_class],
+            models=None if endpoint.models is None else sorted(endpoint.models),
+            incarnation=endpoint.incarnation,
+            incarnations=endpoint.incarnations,
+            in_flight_requests=self.ledger.in_flight(slot),
+            in_flight_tokens=self.ledger.in_flight_tokens(slot),
+            pending_requests=pending,
+            pending_uncached_tokens=pending_tokens,
+            oldest_pending_age_ms=float(view.oldest_pending_age_ms[0]),
+            decoding_requests=self.ledger.in_flight(slot) - pending,
+            decode_context_tokens=float(view.decode_context_tokens[0]),
+            step_time_ms=self.table.step_time_ms(slot),
+            waiting_requests=float(view.waiting_requests[0]) if scraped else None,
+            running_requests=float(view.running_requests[0]) if scraped else None,
+            kv_cache_utilization=float(view.kv_cache_utilization[0]) if scraped else None,
+            scrape_age_ms=self.table.scrape_age_ms(slot, now_ms),
+            prefix_blocks=self.prefixes.held_blocks(slot),
+            prefix_capacity_blocks=self.prefixes.capacity(slot),
+        )

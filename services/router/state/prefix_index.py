@@ -1,0 +1,239 @@
+"""Which endpoint has which beginning of a prompt in its KV cache, as far as the router can tell. Pure.
+
+A prompt's bytes are cut into blocks of 512; block i is named by a keyed hash of blocks 0..i, so equal names mean equal
+beginnings. One dictionary maps a name to a bit mask of endpoints; a lookup walks a prompt's names until no endpoint is
+left. All hashing is numpy over the whole prompt (64 KB: 24 µs): per block a multilinear NH hash of 32-bit words with
+64-bit products, mixed, then a running sum.
+
+An endpoint's blocks are kept in LRU order up to what its cache holds; the tail of a prompt counts as older than its
+head, as in vLLM, so a chain never loses its middle. Dropping an endpoint is one bit; its names go in small portions.
+
+Limits: it knows what was dispatched, not what a server evicted. Names are salted: routers that share the salt agree,
+nobody else can make collisions or read prompts from them. Two different blocks of one prompt collide with 2⁻³².
+"""
+
+import hashlib
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+_WORD_BYTES: Final = 4
+_PURGE_PORTION: Final = 512
+_MAX_SEEDS: Final = 4_096
+_MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS: Final = (np.uint64(30), np.uint64(27), np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """A prompt's block names, and how much of it each endpoint has.
+
+    `matched_tokens`: float32 by slot; whole blocks only, in tokens of this prompt. `names`: one a whole block.
+    """
+
+    names: list[int]
+    matched_tokens: npt.NDArray[np.float32]
+
+
+class BlockHasher:
+    """Prompt bytes → names of their blocks. Stateless but for the cached seeds of models."""
+
+    def __init__(self, salt: bytes, *, block_bytes: int = 512, max_blocks: int = 2_048) -> None:
+        """`salt`: any length, secret. `block_bytes`: a multiple of 8. Blocks beyond `max_blocks` aren't looked at."""
+        if block_bytes < 8 or block_bytes % 8:
+            raise ValueError(f"block_bytes must be a positive multiple of 8, got {block_bytes}")
+        self.block_bytes = block_bytes
+        self._max_blocks = max_blocks
+        self._salt = hashlib.sha256(salt).digest()
+        words = block_bytes // _WORD_BYTES
+        stream = hashlib.shake_256(b"leadtime block hash" + self._salt).digest(words * _WORD_BYTES)
+        self._keys = np.frombuffer(stream, "<u4")
+        self._half = words // 2
+        # Block i's hash is mixed with its place, so that equal blocks at different places differ.
+        places = np.arange(1, max_blocks + 1, dtype=np.uint64)
+        self._places = places * (np.uint64(int.from_bytes(self._salt[:8], "little")) | np.uint64(1))
+        self._seeds: dict[str, np.uint64] = {}
+
+    def names(self, model: str, prompt: bytes) -> list[int]:
+        """Names of the prompt's whole blocks, in order. Models never share a name."""
+        count = min(len(prompt) // self.block_bytes, self._max_blocks)
+        if count == 0:
+            return []
+        words = np.frombuffer(prompt, "<u4", count * self.block_bytes // _WORD_BYTES).reshape(count, -1)
+        keyed = words + self._keys
+        products = keyed[:, : self._half].astype(np.uint64)
+        products *= keyed[:, self._half :]
+        hashes = products.sum(axis=1)
+        hashes ^= self._places[:count]
+        _mix(hashes)
+        hashes[:1] += self._seed(model)
+        names: list[int] = np.cumsum(hashes, dtype=np.uint64).tolist()
+        return names
+
+    def _seed(self, model: str) -> np.uint64:
+        seed = self._seeds.get(model)
+        if seed is None:
+            digest = hashlib.blake2b(model.encode(), digest_size=8, key=self._salt).digest()
+            seed = np.uint64(int.from_bytes(digest, "little"))
+            if len(self._seeds) >= _MAX_SEEDS:
+                self._seeds.clear()
+            self._seeds[model] = seed
+        return seed
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> None:
+    """SplitMix64's finaliser, in place."""
+    values ^= values >> _SHIFTS[0]
+    values *= _MIX[0]
+    values ^= values >> _SHIFTS[1]
+    values *= _MIX[1]
+    values ^= values >> _SHIFTS[2]
+
+
+class _Shelf:
+    """One endpoint's names, least recently used first. `bit` is its place in the masks."""
+
+    __slots__ = ("bit", "capacity", "names")
+
+    def __init__(self, bit: int, capacity: int) -> None:
+        self.bit = bit
+        self.capacity = capacity
+        self.names: OrderedDict[int, None] = OrderedDict()
+
+
+class PrefixIndex:
+    """Names → endpoints by slot. Belongs to one event loop."""
+
+    def __init__(self, hasher: BlockHasher, *, default_blocks: int = 4_096, max_blocks_total: int = 500_000) -> None:
+        """`default_blocks`: an endpoint's capacity while its server hasn't told it. `max_blocks_total`: over all
+        endpoints, shared evenly among them (about 150 bytes of memory each).
+        """
+        self.hasher = hasher
+        self._default_blocks = default_blocks
+        self._max_blocks_total = max_blocks_total
+        self._masks: dict[int, int] = {}
+        self._shelves: dict[int, _Shelf] = {}
+        self._slots: dict[int, int] = {}
+        """Slot by bit, for the live ones."""
+        self._live = 0
+        self._free_bits: list[int] = []
+        self._bits = 0
+        self._dying: deque[_Shelf] = deque()
+
+    def __len__(self) -> int:
+        """Blocks kept, over all endpoints."""
+        kept = sum(len(shelf.names) for shelf in self._shelves.values())
+        return kept + sum(len(shelf.names) for shelf in self._dying)
+
+    def match(self, model: str, prompt: bytes, input_tokens: float, slots: int) -> PrefixMatch:
+        """How much of a prompt of `input_tokens` each endpoint has; `slots` is the length of the answer's array."""
+        names = self.hasher.names(model, prompt)
+        matched = self.lookup(names, slots)
+        matched *= np.float32(input_tokens / max(len(prompt), 1))
+        return PrefixMatch(names, matched)
+
+    def lookup(self, names: list[int], slots: int) -> npt.NDArray[np.float32]:
+        """Leading bytes that each endpoint has, float32 (slots,)."""
+        matched = np.zeros(slots, np.float32)
+        left = self._live
+        masks = self._masks
+        depth = 0
+        for name in names:
+            having = left & masks.get(name, 0)
+            if having != left:
+                if depth:
+                    self._set(matched, left ^ having, depth)
+                left = having
+                if not left:
+                    return matched
+            depth += 1
+        self._set(matched, left, depth)
+        return matched
+
+    def _set(self, matched: npt.NDArray[np.float32], bits: int, depth: int) -> None:
+        while bits:
+            low = bits & -bits
+            bits ^= low
+            matched[self._slots[low.bit_length() - 1]] = depth * self.hasher.block_bytes
+
+    def insert(self, names: list[int], slot: int) -> None:
+        """The endpoint will have computed this prompt: its blocks are the most recently used."""
+        shelf = self._shelves.get(slot)
+        if shelf is None:
+            shelf = self._open(slot)
+        held, masks, flag = shelf.names, self._masks, 1 << shelf.bit
+        for name in reversed(names[: self._limit(shelf)]):
+            if name in held:
+                held.move_to_end(name)
+            else:
+                held[name] = None
+                masks[name] = masks.get(name, 0) | flag
+        self._shrink(shelf)
+        self.purge()
+
+    def set_capacity(self, slot: int, blocks: int) -> None:
+        """How many blocks the endpoint's cache holds, as far as is known."""
+        shelf = self._shelves.get(slot) or self._open(slot)
+        shelf.capacity = max(blocks, 1)
+        self._shrink(shelf)
+
+    def held_blocks(self, slot: int) -> int:
+        """Blocks that are kept for the endpoint."""
+        shelf = self._shelves.get(slot)
+        return 0 if shelf is None else len(shelf.names)
+
+    def capacity(self, slot: int) -> int:
+        """Blocks that are kept for the endpoint at most."""
+        shelf = self._shelves.get(slot)
+        return self._default_blocks if shelf is None else self._limit(shelf)
+
+    def drop(self, slot: int) -> None:
+        """The endpoint has lost its cache, or is gone. O(1); its blocks are cleared away by and by."""
+        shelf = self._shelves.pop(slot, None)
+        if shelf is None:
+            return
+        self._live ^= 1 << shelf.bit
+        del self._slots[shelf.bit]
+        self._dying.append(shelf)
+
+    def purge(self, portion: int = _PURGE_PORTION) -> None:
+        """Clear away up to `portion` blocks of dropped endpoints."""
+        while self._dying and portion > 0:
+            shelf = self._dying[0]
+            while shelf.names and portion > 0:
+                name, _ = shelf.names.popitem()
+                self._clear(name, shelf.bit)
+                portion -= 1
+            if not shelf.names:
+                self._dying.popleft()
+                self._free_bits.append(shelf.bit)
+
+    def _open(self, slot: int) -> _Shelf:
+        if self._free_bits:
+            bit = self._free_bits.pop()
+        else:
+            bit = self._bits
+            self._bits += 1
+        shelf = self._shelves[slot] = _Shelf(bit, self._default_blocks)
+        self._slots[bit] = slot
+        self._live |= 1 << bit
+        return shelf
+
+    def _limit(self, shelf: _Shelf) -> int:
+        return min(shelf.capacity, max(self._max_blocks_total // len(self._shelves), 1))
+
+    def _shrink(self, shelf: _Shelf) -> None:
+        limit = self._limit(shelf)
+        while len(shelf.names) > limit:
+            name, _ = shelf.names.popitem(last=False)
+            self._clear(name, shelf.bit)
+
+    def _clear(self, name: int, bit: int) -> None:
+        left = self._masks[name] & ~(1 << bit)
+        if left:
+            self._masks[name] = left
+        else:
+            del self._masks[name]
