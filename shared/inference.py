@@ -56,7 +56,9 @@ class BundleModel:
         except IntegrityError:
             raise
         except Exception as error:  # ONNX Runtime raises bare Exceptions of many classes
-            raise IntegrityError(f"rendering {rendering} can't be loaded: {type(error).__name__}") from error
+            raise IntegrityError(
+                f"rendering {rendering} can't be loaded: {type(error).__name__}: {str(error)[:200]}"
+            ) from error
         if answer.shape != (2, len(self.outputs)) or not np.isfinite(answer).all():
             raise IntegrityError(f"graph answers {answer.shape} for 2 rows; {len(self.outputs)} finite columns are due")
 

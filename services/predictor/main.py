@@ -1,0 +1,76 @@
+"""Composition root of the predictor: settings → slots → batchers → HTTP, with the bundle watch beside them.
+
+Several predictors on one host are several processes; each runs its model on its own threads.
+"""
+
+import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from services.predictor.app import build_app
+from services.predictor.batcher import Batcher, BatchLimits
+from services.predictor.bundles import BundleWatch, condition
+from services.predictor.metrics import PredictorMetrics
+from services.predictor.settings import PredictorSettings
+from services.predictor.slot import Slot
+from shared.clock import SystemClock
+from shared.lifecycle import Readiness, run, serve_http
+
+
+async def serve(settings: PredictorSettings, stop: asyncio.Event) -> None:
+    """Run the service until `stop` is set."""
+    clock = SystemClock()
+    registry = CollectorRegistry()
+    metrics = PredictorMetrics(registry, clock)
+    readiness = Readiness(*(condition(pool) for pool in settings.served_pools))
+    slots = [Slot(pool) for pool in settings.served_pools]
+    limits = BatchLimits(
+        window_ms=settings.coalesce_window_ms,
+        max_rows=settings.batch_max_rows,
+        inline_max_rows=settings.inline_max_rows,
+        max_waiting_rows=settings.max_waiting_rows,
+    )
+    worker = ThreadPoolExecutor(1, thread_name_prefix="model")
+    batchers = {slot.pool: Batcher(slot, limits, worker, metrics, clock) for slot in slots}
+    for pool, batcher in batchers.items():
+        metrics.watch_pool(pool, batcher.waiting_rows)
+    # The watch has its own pace of reconnecting; a retry inside a call would only hide a failure from its counter.
+    redis = Redis.from_url(settings.redis.url, retry=Retry(NoBackoff(), 0), **settings.redis.client_options())
+    watch = BundleWatch(
+        redis,
+        slots,
+        settings.redis.key,
+        device=settings.device,
+        policy=settings.device_policy,
+        threads=settings.threads,
+        poll_ms=settings.bundle_poll_ms,
+        metrics=metrics,
+        readiness=readiness,
+        clock=clock,
+    )
+    app = build_app(settings, batchers, metrics, readiness, registry, clock)
+    async with serve_http(app, settings.http_host, settings.http_port) as (host, port):
+        structlog.get_logger().info("predictor listening", host=host, port=port, pools=settings.served_pools)
+        watching = asyncio.create_task(watch.run(), name="bundle watch")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        # The watch ends only by a fault of ours: the service ends with it rather than serve an old bundle for ever.
+        await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        readiness.stopping = True
+        for task in (watching, stopping):
+            task.cancel()
+    for batcher in batchers.values():
+        await batcher.close()
+    worker.shutdown()
+    await redis.aclose()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+
+
+def main() -> int:
+    return run("predictor", PredictorSettings, serve)
