@@ -95,7 +95,7 @@ class Director:
     async def _route(
         self, request: InferenceRequest, head: RequestHead, received_ms: float, received_unix_ms: float
     ) -> Routed:
-        candidates, prefix = self._state.snapshot(request, head.subset, received_ms)
+        candidates, match = self._state.snapshot(request, head.subset, received_ms)
         rows = self._rows(request, candidates)
         started_ms = self._clock.monotonic_ms()
         self._metrics.stage("features", started_ms - received_ms)
@@ -117,7 +117,7 @@ class Director:
             decision_id,
             candidates.addresses[first],
             request,
-            prefix,
+            match,
             predicted_ttft_ms=_at(prediction, "ttft_p50", first),
             now_ms=now_ms,
         )

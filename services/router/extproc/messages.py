@@ -40,7 +40,7 @@ class RequestHead:
     method: str
     path: str
     headers: Mapping[str, str] = field(repr=False)
-    subset: tuple[str, ...] | None = None
+    subset: frozenset[str] | None = None
 
     @property
     def route(self) -> str:
@@ -70,7 +70,7 @@ def request_head(message: Any) -> RequestHead:
     return RequestHead(headers.get(":method", ""), headers.get(":path", ""), headers, _subset(message))
 
 
-def _subset(message: Any) -> tuple[str, ...] | None:
+def _subset(message: Any) -> frozenset[str] | None:
     namespaces = message.metadata_context.filter_metadata
     if SUBSET_NAMESPACE not in namespaces:
         return None
@@ -82,7 +82,7 @@ def _subset(message: Any) -> tuple[str, ...] | None:
         texts = [item.string_value for item in value.list_value.values]
     else:
         texts = value.string_value.split(",")
-    return tuple(text.strip() for text in texts if text.strip())
+    return frozenset(text.strip() for text in texts if text.strip())
 
 
 def routed_headers(routed: Routed) -> ep.ProcessingResponse:

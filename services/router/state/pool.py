@@ -126,6 +126,16 @@ class PoolState:
         candidates = self.table.candidates(request.model, subset, request.input_tokens, match.matched_tokens, now_ms)
         return candidates, match
 
+    def any_candidates(self, subset: frozenset[str] | None, now_ms: float) -> Candidates:
+        """Every ready endpoint, whatever it serves: for requests that name no model. Raises NoEndpoint."""
+        self.advance(now_ms)
+        return self.table.everyone(subset, now_ms)
+
+    def forget_prefixes(self) -> None:
+        """The servers' caches were emptied: believe nothing of them."""
+        for endpoint in self.table:
+            self.prefixes.drop(endpoint.slot)
+
     def expected_output_tokens(self, request: InferenceRequest) -> float | None:
         """The answer's expected length by the client's cap and the learned lengths; None where neither is known."""
         return expected_output_tokens(request, self._learned_output_tokens)

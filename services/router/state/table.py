@@ -96,7 +96,7 @@ class EndpointTable:
         self._by_address: dict[str, Endpoint] = {}
         self._by_slot: dict[int, Endpoint] = {}
         self._free: list[int] = list(range(capacity - 1, -1, -1))
-        self._groups: dict[tuple[str, frozenset[str] | None], _Group] = {}
+        self._groups: dict[tuple[str | None, frozenset[str] | None], _Group] = {}
         self._matrix = np.tile(_EMPTY[:, None], (1, capacity))
         self._bind()
 
@@ -264,6 +264,11 @@ class EndpointTable:
         group = self._groups.get((model, subset)) or self._group(model, subset)
         return self._view(group, input_tokens, matched_tokens, now_ms)
 
+    def everyone(self, subset: frozenset[str] | None, now_ms: float) -> Candidates:
+        """The ready endpoints in the subset hint, whatever they serve, for an empty prompt. Raises NoEndpoint."""
+        group = self._groups.get((None, subset)) or self._group(None, subset)
+        return self._view(group, 0.0, np.zeros(self.capacity, np.float32), now_ms)
+
     def view(self, slot: int, now_ms: float) -> Candidates:
         """One endpoint's columns, ready or not, for an empty prompt: for the admin pages."""
         group = _Group(np.array([slot], np.intp), (self._by_slot[slot].address,))
@@ -305,14 +310,9 @@ class EndpointTable:
             hardware_class=columns[_Row.HARDWARE_CLASS],
         )
 
-    def _group(self, model: str, subset: frozenset[str] | None) -> _Group:
-        """Find who serves the model; kept until an endpoint changes."""
-        present = [endpoint for endpoint in self if not endpoint.retired]
-        serving = [endpoint for endpoint in present if endpoint.models is not None and model in endpoint.models]
-        silent = [endpoint for endpoint in present if endpoint.models is None]
-        if not serving and not silent and present:
-            raise ModelNotFound(model)
-        able = [endpoint for endpoint in serving if endpoint.ready] or [e for e in silent if e.ready and not serving]
+    def _group(self, model: str | None, subset: frozenset[str] | None) -> _Group:
+        """Find who serves the model (None: any); kept until an endpoint changes."""
+        able = [endpoint for endpoint in self._serving(model) if endpoint.ready]
         if not able:
             raise NoEndpoint
         if subset is not None:
@@ -326,3 +326,13 @@ class EndpointTable:
             self._groups.clear()
         self._groups[model, subset] = group
         return group
+
+    def _serving(self, model: str | None) -> list[Endpoint]:
+        present = [endpoint for endpoint in self if not endpoint.retired]
+        if model is None:
+            return present
+        serving = [endpoint for endpoint in present if endpoint.models is not None and model in endpoint.models]
+        silent = [endpoint for endpoint in present if endpoint.models is None]
+        if present and not serving and not silent:
+            raise ModelNotFound(model)
+        return serving or silent

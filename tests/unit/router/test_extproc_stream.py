@@ -82,7 +82,7 @@ def test_the_subset_hint_is_read_from_metadata() -> None:
         headers_message({":method": "GET", ":path": "/"}, end_of_stream=True, subset="127.0.0.1:1, [::1]:2")
     )
     assert isinstance(step, Decide)
-    assert step.head.subset == ("127.0.0.1:1", "[::1]:2")
+    assert step.head.subset == {"127.0.0.1:1", "[::1]:2"}
 
 
 @pytest.mark.parametrize("kind", ["request_trailers", "response_headers", "response_trailers"])
