@@ -4,9 +4,9 @@ An unknown key, a wrong kind and a value out of range stop the service at start:
 default in silence.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -42,7 +42,9 @@ def validated(config: type[Config], values: Any, where: str) -> Config:
     `where` names the profile and, inside it, the plugin.
     """
     if not isinstance(values, dict):
-        raise ConfigurationError(f"{where}: {_shown(values)}; allowed: a mapping of {_listed(config.model_fields)}")
+        raise ConfigurationError(
+            f"{where}: found {_shown(values)}; allowed: a mapping of {_listed(config.model_fields)}"
+        )
     try:
         return config.model_validate(values)
     except ValidationError as error:
@@ -52,21 +54,14 @@ def validated(config: type[Config], values: Any, where: str) -> Config:
 
 def allowed(field: FieldInfo) -> str:
     """What a field takes, in words: its kind, bounds and choices."""
-    low, high = None, None
-    for bound in field.metadata:
-        if isinstance(bound, annotated_types.Ge):
-            low = f"from {bound.ge}"
-        elif isinstance(bound, annotated_types.Gt):
-            low = f"above {bound.gt}"
-        elif isinstance(bound, annotated_types.Le):
-            high = f"to {bound.le}"
-        elif isinstance(bound, annotated_types.Lt):
-            high = f"below {bound.lt}"
-    return " ".join(part for part in (_kind(field.annotation), low, high) if part)
+    return _kind(field.annotation, field.metadata)
 
 
-def _kind(annotation: Any) -> str:
+def _kind(annotation: Any, bounds: Sequence[Any] = ()) -> str:
     origin = get_origin(annotation)
+    if origin is Annotated:
+        kind, *constraints = get_args(annotation)
+        return _kind(kind, [bound for constraint in constraints for bound in getattr(constraint, "metadata", [])])
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
     if origin in {Union, UnionType}:
@@ -74,7 +69,24 @@ def _kind(annotation: Any) -> str:
         return " or ".join(kinds) + " (or null)" * (NoneType in get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, StrictConfig):
         return f"a mapping of {_listed(annotation.model_fields)}"
-    return _KINDS.get(origin or annotation, str(annotation))
+    return " ".join([_KINDS.get(origin or annotation, str(annotation)), *_range(bounds)])
+
+
+def _range(bounds: Sequence[Any]) -> list[str]:
+    """Bounds in words, the lower one first."""
+    words: dict[str, str] = {}
+    for bound in bounds:
+        if isinstance(bound, annotated_types.Ge):
+            words["low"] = f"from {bound.ge}"
+        elif isinstance(bound, annotated_types.Gt):
+            words["low"] = f"above {bound.gt}"
+        elif isinstance(bound, annotated_types.Le):
+            words["high"] = f"to {bound.le}"
+        elif isinstance(bound, annotated_types.Lt):
+            words["high"] = f"below {bound.lt}"
+        elif (pattern := getattr(bound, "pattern", None)) is not None:
+            words["low"] = f"matching {pattern}"
+    return [words[end] for end in ("low", "high") if end in words]
 
 
 def _fault(config: type[StrictConfig], fault: ErrorDetails, where: str) -> str:

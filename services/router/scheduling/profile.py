@@ -92,10 +92,11 @@ def parse_profile(text: str, source: str, registry: Registry) -> Profile:
 
 
 def load_presets(registry: Registry) -> tuple[Profile, ...]:
-    """The profiles that ship with Leadtime, by name."""
+    """The profiles that ship with Leadtime, in order of their names."""
     folder = resources.files("services.router.scheduling") / "presets"
-    files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
-    return tuple(parse_profile(file.read_text("utf-8"), f"preset {file.name}", registry) for file in files)
+    files = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
+    presets = [parse_profile(file.read_text("utf-8"), f"preset {file.name}", registry) for file in files]
+    return tuple(sorted(presets, key=lambda profile: profile.name))
 
 
 def load_profile_file(path: Path, registry: Registry) -> Profile:

@@ -49,8 +49,8 @@ _DENSITY_AT_0: Final = np.float32(1.0 / math.sqrt(2.0 * math.pi))
 class PredictedCostConfig(StrictConfig):
     """Prices of what a request does to others, and of a missed objective."""
 
-    stall_weight: Annotated[float, Field(ge=0, le=10)] = 0.1
-    """α: ms of cost per ms that our prefill holds up each request there."""
+    stall_weight: Annotated[float, Field(ge=0, le=10)] = 0.05
+    """α: ms of cost per ms that our prefill holds up each request there. More favours decode over TTFT's tail."""
     decode_weight: Annotated[float, Field(ge=0, le=10)] = 0.02
     """γ: ms of cost per ms that our decode adds to others' answers."""
     slo_risk_ms: Annotated[float, Field(ge=0, le=100_000)] = 300.0
@@ -58,7 +58,7 @@ class PredictedCostConfig(StrictConfig):
     expected_output_tokens: Annotated[float, Field(ge=1, le=1_000_000)] = 256.0
     """Answer length where neither the route's history nor the request says anything."""
     output_tokens_cap: Annotated[float, Field(ge=1, le=1_000_000)] = 1024.0
-    """A request's own `max_tokens` counts up to this: many clients ask for far more than they use."""
+    """No answer is taken to be longer: many clients set a `max_tokens` far above what they use."""
     step_share_per_request: Annotated[float, Field(ge=0, le=1)] = 0.0015
     """Share of an empty endpoint's step time that one more decoding request adds."""
     step_share_per_context_token: Annotated[float, Field(ge=0, le=1)] = 7e-6
@@ -114,11 +114,11 @@ class PredictedCostScorer:
         return cost
 
     def _output_tokens(self, context: Context) -> float:
-        if context.expected_output_tokens is not None:
-            return context.expected_output_tokens
-        if context.request.max_tokens is not None:
-            return min(float(context.request.max_tokens), self._config.output_tokens_cap)
-        return self._config.expected_output_tokens
+        expected = context.expected_output_tokens
+        if expected is None:
+            asked = context.request.max_tokens
+            expected = self._config.expected_output_tokens if asked is None else float(asked)
+        return min(expected, self._config.output_tokens_cap)
 
     def _step_time_added(self, context: Context, tpot: _Column, output_tokens: float) -> _Column:
         """Float32 (n,) ms by which our decode lengthens each step there."""

@@ -1,0 +1,165 @@
+"""predicted-cost-scorer: each term by hand, what happens without its inputs, and the risk that fades in overload."""
+
+import math
+
+import numpy as np
+import pytest
+
+from services.router.request.inference_request import Slo
+from services.router.scheduling.scorers.predicted_cost import PredictedCostConfig, PredictedCostScorer, _normal_cdf
+from tests.unit.router.scheduling.builders import candidates, column, context, everyone, only, prediction
+
+
+def cost(ctx, **config):
+    values = PredictedCostScorer(PredictedCostConfig(**config)).cost_ms(ctx, everyone(len(ctx.candidates)))
+    return None if values is None else values.tolist()
+
+
+def score(ctx, alive=None, **config):
+    count = len(ctx.candidates)
+    return PredictedCostScorer(PredictedCostConfig(**config)).score(ctx, everyone(count) if alive is None else alive)
+
+
+FREE = {"stall_weight": 0.0, "decode_weight": 0.0, "slo_risk_ms": 0.0}
+
+
+def test_no_prediction_is_no_opinion():
+    assert score(context(candidates(2))) is None
+
+
+def test_a_bundle_without_ttft_and_end_to_end_latency_is_no_opinion():
+    assert score(context(candidates(2), prediction(tpot_p50=[1, 2]))) is None
+
+
+def test_without_prices_the_cost_is_the_predicted_ttft():
+    ctx = context(candidates(2, decoding_requests=[5, 9]), prediction(ttft_p50=[100, 300], tpot_p50=[10, 20]))
+    assert cost(ctx, **FREE) == [100.0, 300.0]
+
+
+def test_end_to_end_latency_stands_in_for_ttft():
+    assert cost(context(candidates(2), prediction(e2e_p50=[900, 700])), **FREE) == [900.0, 700.0]
+
+
+def test_the_stall_price_is_our_share_of_the_prefill_for_each_request_there():
+    endpoints = candidates(
+        2,
+        uncached_tokens=[1000, 1000],
+        pending_uncached_tokens=[3000, 0],
+        pending_requests=[2, 0],
+        decoding_requests=[8, 4],
+    )
+    values = cost(context(endpoints, prediction(ttft_p50=[400, 100])), **(FREE | {"stall_weight": 0.1}))
+    assert values == pytest.approx([400 + 0.1 * (400 * 1000 / 4000) * 10, 100 + 0.1 * 100 * 4])
+
+
+def test_a_fully_cached_prompt_stalls_nobody():
+    endpoints = candidates(1, decoding_requests=[8])
+    assert cost(context(endpoints, prediction(ttft_p50=[20])), **(FREE | {"stall_weight": 1.0})) == [20.0]
+
+
+def test_the_decode_price_is_the_step_time_we_add_for_each_request_there():
+    endpoints = candidates(1, decoding_requests=[10], decode_context_tokens=[20_000])
+    ctx = context(endpoints, prediction(ttft_p50=[50], tpot_p50=[12]), input_tokens=1000, expected_output_tokens=200)
+    empty_step = 12 / (1 + 0.0015 * 10 + 7e-6 * 20_000)
+    added = empty_step * (0.0015 + 7e-6 * (1000 + 100))
+    values = cost(ctx, **(FREE | {"decode_weight": 0.02}))
+    assert values == pytest.approx([50 + 0.02 * added * 10 * 200], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("decode_base", "per_request", "per_context_token"),
+    [(6.31, 0.0093, 4.30e-5), (4.85, 0.0085, 3.18e-5), (11.49, 0.0152, 9.68e-5), (22.23, 0.0228, 2.05e-4)],
+)
+def test_the_step_shares_fit_measured_accelerators_within_a_third(decode_base, per_request, per_context_token):
+    """8B on H100, H200, A100 and L40S: marginal step time of one more request of 1000 tokens in a batch of 32."""
+    tpot = decode_base + 33 * per_request + per_context_token * 33_000
+    truth = per_request + per_context_token * 1000
+    endpoints = candidates(1, decoding_requests=[32], decode_context_tokens=[32_000])
+    ctx = context(endpoints, prediction(ttft_p50=[0], tpot_p50=[tpot]), input_tokens=900, expected_output_tokens=200)
+    [value] = cost(ctx, **(FREE | {"decode_weight": 1.0}))
+    assert value / (32 * 200) == pytest.approx(truth, rel=0.33)
+
+
+@pytest.mark.parametrize(
+    ("expected", "max_tokens", "used"), [(None, None, 256), (None, 100, 100), (None, 8000, 1024), (400.0, 100, 400)]
+)
+def test_the_answer_length_is_learned_else_asked_for_else_the_default_and_capped(expected, max_tokens, used):
+    ctx = context(candidates(1), None, expected_output_tokens=expected, max_tokens=max_tokens)
+    assert PredictedCostScorer(PredictedCostConfig())._output_tokens(ctx) == used
+
+
+def test_the_normal_distribution_function_is_close_to_the_true_one():
+    z = np.linspace(-8, 8, 321, dtype=np.float32)
+    truth = [0.5 * (1 + math.erf(float(v) / math.sqrt(2))) for v in z]
+    assert _normal_cdf(z).tolist() == pytest.approx(truth, abs=3e-4)
+
+
+RISK = {"stall_weight": 0.0, "decode_weight": 0.0, "slo_risk_ms": 300.0}
+
+
+def test_the_risk_of_missing_the_ttft_objective_is_read_from_the_quantiles():
+    """The objective lies at the second endpoint's p90, far above the first's: its risk is 10 %, hardly faded."""
+    predicted = prediction(ttft_p50=[10, 500], ttft_p90=[11, 1000])
+    values = cost(context(candidates(2), predicted, slo=Slo(ttft_ms=1000)), **RISK)
+    assert values == pytest.approx([10, 500 + 300 * 0.1], rel=1e-3)
+
+
+def test_the_time_already_spent_shortens_the_objective():
+    predicted = prediction(ttft_p50=[10, 500], ttft_p90=[11, 1000])
+    values = cost(context(candidates(2), predicted, slo=Slo(ttft_ms=1200), elapsed_ms=200), **RISK)
+    assert values == pytest.approx([10, 530], rel=1e-3)
+
+
+def test_an_objective_that_is_lost_already_ranks_nobody():
+    predicted = prediction(ttft_p50=[10, 500], ttft_p90=[11, 1000])
+    assert cost(context(candidates(2), predicted, slo=Slo(ttft_ms=100), elapsed_ms=200), **RISK) == [10, 500]
+
+
+def test_risk_fades_where_even_the_best_endpoint_is_sure_to_miss():
+    predicted = prediction(ttft_p50=[5000, 9000], ttft_p90=[6000, 11_000])
+    assert cost(context(candidates(2), predicted, slo=Slo(ttft_ms=500)), **RISK) == pytest.approx([5000, 9000])
+
+
+def test_either_objective_alone_counts_and_both_combine():
+    predicted = prediction(ttft_p50=[500, 10], ttft_p90=[1000, 11], tpot_p50=[20, 1], tpot_p90=[40, 1.1])
+    ctx = {slo: context(candidates(2), predicted, slo=slo) for slo in (Slo(1000), Slo(None, 40), Slo(1000, 40))}
+    risks = [(cost(c, **RISK)[0] - 500) / 300 for c in ctx.values()]
+    assert risks == pytest.approx([0.1, 0.1, 0.19], abs=2e-3)
+
+
+def test_neighbours_near_their_objective_make_an_endpoint_dearer():
+    endpoints = candidates(2, decoding_requests=[0, 40])
+    predicted = prediction(ttft_p50=[100, 100], tpot_p50=[40, 40], tpot_p90=[44, 44])
+    lonely, crowded = cost(context(endpoints, predicted, slo=Slo(tpot_ms=40)), **RISK)
+    assert crowded > lonely
+
+
+def test_objectives_without_quantiles_use_a_wide_spread():
+    values = cost(context(candidates(2), prediction(ttft_p50=[10, 1000]), slo=Slo(ttft_ms=1000)), **RISK)
+    assert values == pytest.approx([10, 1150], rel=1e-3)
+
+
+def test_ratios_of_cost_are_kept_and_the_cheapest_scores_one():
+    scores = score(context(candidates(3), prediction(ttft_p50=[200, 100, 400])), **FREE)
+    assert scores.tolist() == pytest.approx([0.5, 1.0, 0.25])
+
+
+def test_a_cheaper_candidate_that_is_not_alive_does_not_push_scores_beyond_one():
+    scores = score(context(candidates(3), prediction(ttft_p50=[200, 100, 400])), alive=only(3, 0, 2), **FREE)
+    assert scores.tolist() == pytest.approx([1.0, 1.0, 0.5])
+
+
+def test_costs_of_zero_are_finite():
+    scores = score(context(candidates(2), prediction(ttft_p50=[0, 100])))
+    assert scores[0] == 1.0
+    assert 0 < scores[1] < 1e-4
+
+
+def test_a_single_candidate_scores_one():
+    assert score(context(candidates(1), prediction(ttft_p50=[77]))).tolist() == [1.0]
+
+
+def test_arithmetic_stays_in_float32():
+    predicted = prediction(ttft_p50=[10, 20], ttft_p90=[12, 30], tpot_p50=[5, 6], tpot_p90=[7, 8])
+    ctx = context(candidates(2, decoding_requests=[1, 2]), predicted, slo=Slo(100, 10))
+    assert score(ctx).dtype == column([]).dtype
