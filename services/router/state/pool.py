@@ -106,6 +106,8 @@ class PoolState:
         )
         self.on_upstream_failure: Callable[[str], None] | None = None
         """Called with an endpoint's address when a request to it failed: whoever probes can do so at once."""
+        self.on_endpoints_changed: Callable[[], None] | None = None
+        """Called when an endpoint was added, retired or removed."""
         self._block_bytes = config.prefix_block_bytes
         self._learned_output_tokens: Mapping[str, float] = {}
         self._records: OrderedDict[str, _Record] = OrderedDict()
@@ -257,7 +259,9 @@ class PoolState:
 
     def add_endpoint(self, address: str, *, hardware_class: int = 0, now_ms: float) -> Endpoint:
         """Discovery lists `ip:port`. It isn't ready until the scraper says so; a known one keeps all it has."""
-        return self.table.add(address, hardware_class=hardware_class, now_ms=now_ms)
+        endpoint = self.table.add(address, hardware_class=hardware_class, now_ms=now_ms)
+        self._changed()
+        return endpoint
 
     def remove_endpoint(self, address: str) -> None:
         """Discovery no longer lists it: no candidate from here on; it goes when its last request has ended."""
@@ -268,10 +272,16 @@ class PoolState:
         self.prefixes.drop(endpoint.slot)
         if not self.ledger.in_flight(endpoint.slot):
             self._forget(endpoint)
+        self._changed()
 
     def _forget(self, endpoint: Endpoint) -> None:
         self._reset(endpoint)
         self.table.remove(endpoint)
+        self._changed()
+
+    def _changed(self) -> None:
+        if self.on_endpoints_changed is not None:
+            self.on_endpoints_changed()
 
     def _reset(self, endpoint: Endpoint) -> None:
         self.ledger.drop(endpoint.slot)

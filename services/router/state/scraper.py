@@ -1,0 +1,285 @@
+"""Asks every endpoint how it is: `/metrics` for the ledger's corrections and the features, `/v1/models` and `/health`.
+
+One task per endpoint. A busy endpoint is scraped 4 times a second, an idle one once; a failing one is not ready and is
+probed at growing intervals until it answers again. Health and models are asked on joining, after a restart of the
+server's process, after a failed request, and every half minute. Nothing waits for any of this.
+
+Limits: HTTP without TLS. A server without `/metrics` (404) is used with its scraped values unknown; one that doesn't
+list its models (401, 403, 404, 405, 501) may serve any. Answers are cut off at a size; redirects aren't followed.
+"""
+
+import asyncio
+import contextlib
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+import aiohttp
+import msgspec
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from services.router.state.pool import PoolState
+from services.router.state.vllm_metrics import MetricsPageError, parse_metrics
+from shared.clock import Clock
+from shared.telemetry import STEP_BUCKETS_S, seconds
+
+_UNSUPPORTED: Final = frozenset({401, 403, 404, 405, 501})
+_JITTER: Final = 0.1
+_MAX_MODELS: Final = 10_000
+
+
+class ScrapeFailure(StrEnum):
+    """Why a probe failed; a closed list for counting."""
+
+    REFUSED = "refused"
+    TIMEOUT = "timeout"
+    CONNECTION = "connection"
+    HTTP_STATUS = "http_status"
+    TOO_LARGE = "too_large"
+    PAGE_INVALID = "page_invalid"
+    MODELS_INVALID = "models_invalid"
+    UNHEALTHY = "unhealthy"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True)
+class ScrapeConfig:
+    """`failures_to_unready`: failed probes in a row; a refused connection counts at once. `api_key`: sent as a bearer
+    token to endpoints that ask for one.
+    """
+
+    idle_interval_ms: float = 1_000.0
+    busy_interval_ms: float = 250.0
+    timeout_ms: float = 1_000.0
+    full_interval_ms: float = 30_000.0
+    max_backoff_ms: float = 5_000.0
+    failures_to_unready: int = 2
+    max_page_bytes: int = 4 * 1024 * 1024
+    max_connections: int = 256
+    api_key: str | None = None
+
+
+class _ProbeFailed(Exception):
+    def __init__(self, reason: ScrapeFailure) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Watch:
+    """What the scraper remembers of one endpoint."""
+
+    __slots__ = ("failures", "full_at_ms", "missing", "probed_ms", "task", "wake")
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.full_at_ms = 0.0
+        """When health and models are due; 0 is at once."""
+        self.probed_ms = 0.0
+        self.missing: tuple[str, ...] = ()
+        self.wake = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+
+class Scraper:
+    """Watches the pool's endpoints; `run` until cancelled. Its tasks end with the endpoints they watch."""
+
+    def __init__(
+        self,
+        pool: PoolState,
+        *,
+        clock: Clock,
+        registry: CollectorRegistry,
+        rng: random.Random,
+        config: ScrapeConfig | None = None,
+    ) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._rng = rng
+        self._config = config or ScrapeConfig()
+        self._watches: dict[str, _Watch] = {}
+        self._changed = asyncio.Event()
+        self._models = msgspec.json.Decoder(_Models)
+        self._log = structlog.get_logger()
+        self._results = Counter(
+            "leadtime_router_scrapes", "Probes of endpoints by result: ok, or why not.", ["result"], registry=registry
+        )
+        self._duration = Histogram(
+            "leadtime_router_scrape_duration_seconds",
+            "Time of one probe of an endpoint.",
+            buckets=STEP_BUCKETS_S,
+            registry=registry,
+        )
+        pool.on_endpoints_changed = self._changed.set
+        pool.on_upstream_failure = self.probe_soon
+
+    @property
+    def watched(self) -> int:
+        """Endpoints that have a task."""
+        return len(self._watches)
+
+    def probe_soon(self, address: str) -> None:
+        """A request to it failed: ask it now, health included."""
+        watch = self._watches.get(address)
+        if watch is not None:
+            watch.full_at_ms = 0.0
+            watch.wake.set()
+
+    async def run(self) -> None:
+        """Watch whatever endpoints the pool has, until cancelled."""
+        connector = aiohttp.TCPConnector(limit=self._config.max_connections, limit_per_host=2)
+        headers = {"Accept-Encoding": "identity"}
+        if self._config.api_key:
+            headers["Authorization"] = f"Bearer {self._config.api_key}"
+        async with aiohttp.ClientSession(
+            connector=connector, headers=headers, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+        ) as session:
+            try:
+                while True:
+                    self._changed.clear()
+                    await self._follow(session)
+                    await self._changed.wait()
+            finally:
+                await self._stop(list(self._watches))
+
+    async def _follow(self, session: aiohttp.ClientSession) -> None:
+        """Start a task for each new endpoint, end those of the ones that are gone."""
+        present = {endpoint.address for endpoint in self._pool.table}
+        await self._stop([address for address in self._watches if address not in present])
+        for address in present - self._watches.keys():
+            watch = self._watches[address] = _Watch()
+            watch.task = asyncio.create_task(self._watch(session, address, watch), name=f"scrape {address}")
+
+    async def _stop(self, addresses: list[str]) -> None:
+        tasks = [task for address in addresses if (task := self._watches.pop(address).task) is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, session: aiohttp.ClientSession, address: str, watch: _Watch) -> None:
+        while True:
+            watch.wake.clear()
+            started_ms = self._clock.monotonic_ms()
+            try:
+                await self._probe(session, address, watch)
+            except _ProbeFailed as failure:
+                self._failed(address, watch, failure.reason)
+            except Exception:  # one endpoint's oddity must not end its watch
+                self._log.exception("probe failed in an unforeseen way", endpoint=address)
+                self._failed(address, watch, ScrapeFailure.INTERNAL)
+            else:
+                watch.failures = 0
+                self._results.labels("ok").inc()
+                if self._pool.set_ready(address, ready=True):
+                    self._log.info("endpoint ready", endpoint=address)
+            watch.probed_ms = self._clock.monotonic_ms()
+            self._duration.observe(seconds(watch.probed_ms - started_ms))
+            await self._pause(address, watch)
+
+    async def _pause(self, address: str, watch: _Watch) -> None:
+        """Until the endpoint's next probe is due, or a failed request asks for one."""
+        config = self._config
+        jitter = self._rng.uniform(1 - _JITTER, 1 + _JITTER)
+        while True:
+            if watch.failures:
+                interval_ms = min(config.busy_interval_ms * 2.0 ** min(watch.failures - 1, 16), config.max_backoff_ms)
+            else:
+                busy = self._pool.in_flight_at(address) > 0
+                interval_ms = config.busy_interval_ms if busy else config.idle_interval_ms
+            left_ms = watch.probed_ms + interval_ms * jitter - self._clock.monotonic_ms()
+            if left_ms <= 0:
+                return
+            # In short naps: an idle endpoint that gets work is busy from then on.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_ms, config.busy_interval_ms) / 1e3):
+                    await watch.wake.wait()
+                    return
+
+    def _failed(self, address: str, watch: _Watch, reason: ScrapeFailure) -> None:
+        watch.failures += 1
+        watch.full_at_ms = 0.0
+        self._results.labels(reason.value).inc()
+        certain = reason in {ScrapeFailure.REFUSED, ScrapeFailure.UNHEALTHY}
+        if (certain or watch.failures >= self._config.failures_to_unready) and self._pool.set_ready(
+            address, ready=False
+        ):
+            self._log.warning("endpoint not ready", endpoint=address, reason=reason.value)
+
+    async def _probe(self, session: aiohttp.ClientSession, address: str, watch: _Watch) -> None:
+        status, page = await self._get(session, address, "/metrics")
+        if status == 200:
+            try:
+                metrics = parse_metrics(page)
+            except MetricsPageError as error:
+                self._log.warning("metrics page can't be read", endpoint=address, family=error.family)
+                raise _ProbeFailed(ScrapeFailure.PAGE_INVALID) from None
+            if self._pool.observe_scrape(address, metrics, self._clock.monotonic_ms()):
+                watch.full_at_ms = 0.0
+                self._log.info("endpoint has a new process", endpoint=address)
+            self._report_missing(address, watch, metrics.missing)
+        elif status in _UNSUPPORTED:
+            self._report_missing(address, watch, ("/metrics",))
+        else:
+            raise _ProbeFailed(ScrapeFailure.HTTP_STATUS)
+        if self._clock.monotonic_ms() >= watch.full_at_ms:
+            await self._ask_health(session, address)
+            self._pool.set_models(address, await self._ask_models(session, address))
+            watch.full_at_ms = self._clock.monotonic_ms() + self._config.full_interval_ms
+
+    async def _ask_health(self, session: aiohttp.ClientSession, address: str) -> None:
+        status, _ = await self._get(session, address, "/health")
+        if status != 200 and status not in _UNSUPPORTED:
+            raise _ProbeFailed(ScrapeFailure.UNHEALTHY)
+
+    async def _ask_models(self, session: aiohttp.ClientSession, address: str) -> frozenset[str] | None:
+        status, body = await self._get(session, address, "/v1/models")
+        if status in _UNSUPPORTED:
+            return None
+        if status != 200:
+            raise _ProbeFailed(ScrapeFailure.HTTP_STATUS)
+        try:
+            listed = self._models.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            raise _ProbeFailed(ScrapeFailure.MODELS_INVALID) from None
+        return frozenset(model.id for model in listed.data[:_MAX_MODELS])
+
+    async def _get(self, session: aiohttp.ClientSession, address: str, path: str) -> tuple[int, bytes]:
+        limit = self._config.max_page_bytes
+        timeout = aiohttp.ClientTimeout(total=self._config.timeout_ms / 1e3)
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with session.get(f"http://{address}{path}", timeout=timeout, allow_redirects=False) as response:
+                async for chunk in response.content.iter_any():
+                    size += len(chunk)
+                    if size > limit:
+                        response.close()
+                        raise _ProbeFailed(ScrapeFailure.TOO_LARGE)
+                    chunks.append(chunk)
+                return response.status, b"".join(chunks)
+        except TimeoutError:
+            raise _ProbeFailed(ScrapeFailure.TIMEOUT) from None
+        except aiohttp.ClientConnectorError as error:
+            refused = isinstance(error.os_error, ConnectionRefusedError)
+            raise _ProbeFailed(ScrapeFailure.REFUSED if refused else ScrapeFailure.CONNECTION) from None
+        except (aiohttp.ClientError, OSError):
+            raise _ProbeFailed(ScrapeFailure.CONNECTION) from None
+
+    def _report_missing(self, address: str, watch: _Watch, missing: tuple[str, ...]) -> None:
+        """Once per endpoint and change."""
+        if missing == watch.missing:
+            return
+        watch.missing = missing
+        if missing:
+            self._log.warning("endpoint lacks metrics", endpoint=address, missing=list(missing))
+        else:
+            self._log.info("endpoint has all metrics", endpoint=address)
