@@ -40,9 +40,9 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit
 
-# One benchmark after the other: each wants the machine for itself.
+# One benchmark after the other: each wants the machine for itself. A file of bench/ that can be run is one.
 bench: $(VENV)/.dev
-	@for benchmark in $(filter-out bench/__init__.py,$(wildcard bench/*.py)); do \
+	@for benchmark in $$(grep -l '^if __name__ == "__main__"' bench/*.py); do \
 	  $(BIN)/python $$benchmark --quick || exit 1; done
 
 # The interpreter's version is checked before anything is made, so that the message is ours and not a resolver's.

@@ -1,0 +1,121 @@
+"""`leadtime up` in front of somebody's servers, as its user meets it: what it says, what it serves, how it ends."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from deploy.local.processes import ChildSpec, Supervisor
+from sim.spec import ProcessSpec, ServerSpec
+from tests.servers import until
+
+SERVERS = ProcessSpec(
+    servers=(ServerSpec(name="one", models=("m",), speed=50), ServerSpec(name="two", models=("m",), speed=50))
+)
+
+
+@pytest.fixture
+async def urls(tmp_path: Path) -> AsyncIterator[list[str]]:
+    (tmp_path / "spec.json").write_text(SERVERS.model_dump_json())
+    command = (sys.executable, "-P", "-m", "sim.server", "--spec", str(tmp_path / "spec.json"))
+    found: list[str] = []
+
+    async def listening() -> str | None:
+        for line in (tmp_path / "sim.log").read_text().splitlines():
+            found[:] = [server["url"] for server in json.loads(line)["servers"]]
+        return None if found else "no ready line yet"
+
+    async with Supervisor(tmp_path, {}) as supervisor:
+        await supervisor.start([(ChildSpec(name="sim", command=command), listening)])
+        yield found
+
+
+class Up:
+    """A `leadtime up` with what it has said so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.said = ""
+
+    @classmethod
+    async def start(cls, directory: Path, urls: list[str]) -> "Up":
+        endpoints = [part for url in urls for part in ("--endpoint", f"{url};hardware_class=h100")]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "deploy.local.cli", "up", *endpoints, "--port", "0", "--state", "state"),
+            cwd=directory,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        return cls(process)
+
+    async def says(self, text: str) -> None:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(60):
+            while text not in self.said:
+                line = await self.process.stdout.readline()
+                assert line, self.said
+                self.said += line.decode()
+
+    async def end(self) -> int:
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGTERM)
+        rest, _ = await asyncio.wait_for(self.process.communicate(), 30)
+        self.said += rest.decode()
+        return int(self.process.returncode or 0)
+
+
+async def test_up_says_what_lacks_serves_restarts_what_ends_and_leaves_nothing(tmp_path: Path, urls: list[str]) -> None:
+    up = await Up.start(tmp_path, urls)
+    try:
+        await up.says("Ctrl-C stops everything.")
+        assert "--enable-force-include-usage" in up.said
+        gateway = re.search(r"send requests to (http://\S+)/v1", up.said)
+        assert gateway is not None
+        async with aiohttp.ClientSession() as http:
+            await answers(http, gateway[1])
+            await a_second_is_refused(tmp_path, urls)
+            (collector,) = pids_of(tmp_path, "collector")
+            os.kill(collector, signal.SIGKILL)
+            await answers(http, gateway[1])
+            await up.says("collector: started again")
+            await answers(http, gateway[1])
+    finally:
+        status = await up.end()
+    assert "collector: ended by itself, by signal SIGKILL" in up.said
+    assert status == 143, up.said
+    await until(lambda: not pids_of(tmp_path, ""), "no process is left")
+    assert (tmp_path / "state" / "nats").is_dir()
+
+
+async def a_second_is_refused(directory: Path, urls: list[str]) -> None:
+    """A second one on the same state is refused with the reason."""
+    second = await Up.start(directory, urls)
+    rest, _ = await asyncio.wait_for(second.process.communicate(), 30)
+    assert second.process.returncode == 1
+    assert "another `leadtime up` keeps its samples and bundles there" in rest.decode()
+
+
+async def answers(http: aiohttp.ClientSession, gateway_url: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+    async with http.post(f"{gateway_url}/v1/chat/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+
+
+def pids_of(directory: Path, name: str) -> list[int]:
+    """Living processes of a stack run under the directory, by the log they write."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            log = str((process / "fd" / "1").readlink())
+        except OSError:
+            continue
+        if process.name.isdigit() and log.startswith(f"{directory}/.run/") and f"/{name}" in log.rsplit("-", 1)[-1]:
+            found.append(int(process.name))
+    return found
