@@ -163,7 +163,7 @@ class HttpProtocol(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._refuse(400, "upgrades are not supported")
+            return  # the request itself is complete; it is answered as if it had not offered another protocol
         except httptools.HttpParserCallbackError as error:
             if not isinstance(error.__context__, _BodyTooLargeError):
                 raise
@@ -201,7 +201,7 @@ class HttpProtocol(asyncio.Protocol):
             self._url.partition(b"?")[0],
             self._headers,
             self._body[0] if len(self._body) == 1 else b"".join(self._body),
-            keep_alive=self._parser.should_keep_alive(),
+            keep_alive=self._parser.should_keep_alive() and not self._parser.should_upgrade(),
             is_http10=self._parser.get_http_version() == "1.0",
         )
         self._body = []

@@ -96,7 +96,6 @@ class LoadClient:
         if url.scheme != "http" or url.hostname is None:
             raise ValueError(f"base_url must be an http:// address, got {target.base_url!r}")
         self.target = target
-        self.in_flight = 0
         self._host = url.hostname
         self._port = url.port or 80
         self._prefix = url.path.rstrip("/")
@@ -120,7 +119,6 @@ class LoadClient:
         """Send one request now and wait for its whole answer; `origin_s` is the load's start on `time.monotonic()`."""
         reading = _Reading(origin_s)
         error: str | None = None
-        self.in_flight += 1
         try:
             async with asyncio.timeout(self.target.timeout_s):
                 await self._exchange(request, reading)
@@ -128,8 +126,6 @@ class LoadClient:
             error = f"no complete answer within {self.target.timeout_s:g} s"
         except OSError as failure:
             error = f"connection: {failure}"
-        finally:
-            self.in_flight -= 1
         usage = reading.usage()
         return RequestResult(
             index=request.index,
@@ -316,6 +312,7 @@ async def send_load(
     Cancelling it closes its connections. A request that finds `max_in_flight` others unanswered fails unsent.
     """
     results: list[RequestResult] = []
+    in_flight = 0
     origin_s = time.monotonic()
 
     def keep(result: RequestResult) -> None:
@@ -324,16 +321,20 @@ async def send_load(
             on_result(result)
 
     async def send(request: WorkloadRequest) -> None:
-        keep(await client.send(request, origin_s))
+        nonlocal in_flight
+        result = await client.send(request, origin_s)
+        in_flight -= 1
+        keep(result)
 
     async with LoadClient(target) as client, asyncio.TaskGroup() as group:
         for request in requests:
             wait_ms = request.arrival_ms - (time.monotonic() - origin_s) * 1000
             if wait_ms > _EARLY_MS:
                 await asyncio.sleep(wait_ms / 1000)
-            if client.in_flight >= target.max_in_flight:
-                keep(unsent(request, f"{client.in_flight} requests in flight already"))
+            if in_flight >= target.max_in_flight:
+                keep(unsent(request, f"{in_flight} requests in flight already"))
             else:
+                in_flight += 1
                 group.create_task(send(request))
     return results
 

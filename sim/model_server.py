@@ -120,8 +120,8 @@ class ModelServer:
         self._listener: asyncio.Server | None = None
         self._reserved: socket.socket | None = None
         self.port = spec.port
+        self._faults = spec.faults
         self._new_incarnation()
-        self.set_faults(spec.faults)
 
     @property
     def base_url(self) -> str:
@@ -163,6 +163,7 @@ class ModelServer:
         self._faults = faults
         self._failures_left = faults.fail_count
         self._resets_left = faults.reset_count
+        self._engine.profile = self._profile.scaled(1 / faults.slowdown)
 
     async def apply_listening(self) -> None:
         """Listen or not, as the faults say; open connections are left alone."""
@@ -223,6 +224,7 @@ class ModelServer:
         self._counts = _Counts()
         self._base = self._engine.metrics()
         self._stopped = False
+        self.set_faults(self._faults)
 
     async def _listen(self) -> None:
         listening = await self._reserve()
@@ -523,8 +525,8 @@ class ModelServer:
         self._counts.faulted += 1
         if self._resets_left:
             self._resets_left -= 1
+        self._flush(answer)
         self._drop(answer)
-        answer.parts = []
         answer.exchange.reset()
 
     def _drop(self, answer: _Answer) -> None:

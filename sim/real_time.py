@@ -130,7 +130,8 @@ class RealTimeEngine:
         if finished_any:
             self._on_flush()
         if step is None:
-            self._timer = None
+            # A flush can bring the next request of a pipelining client, which found the timer set.
+            self._timer = None if engine.is_idle else self._loop.call_soon(self._advance)
             return
         delay_ms = step.end_ms - self._clock_ms()
         if delay_ms > 0:

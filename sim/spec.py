@@ -33,6 +33,8 @@ class Faults(_Strict):
     """Refuse new connections; open ones go on."""
     metrics_delay_ms: float = Field(default=0.0, ge=0, le=600_000)
     """Answer `/metrics` only after this time."""
+    slowdown: float = Field(default=1.0, gt=0, le=1000)
+    """Every step takes this many times as long, from the next one on: a throttled or shared device."""
     gzip: Literal["never", "accepted", "always"] = "never"
     """Compress generated answers: if the client accepts it, or in any case."""
 
