@@ -19,6 +19,7 @@ from services.collector.validate import check_posted
 from shared.errors import FieldError
 from shared.lifecycle import require_token
 from shared.samples import LatencySample, decode_sample
+from shared.streams import MAX_SAMPLE_BYTES
 
 RETRY_AFTER_S: Final = "1"
 
@@ -76,6 +77,8 @@ def read_samples(body: bytes, pool: str, limit: int) -> list[LatencySample]:
 
 
 def _checked(body: bytes, pool: str) -> LatencySample:
+    if len(body) > MAX_SAMPLE_BYTES:
+        raise BodyTooLargeError(f"a sample of {len(body)} bytes; allowed: {MAX_SAMPLE_BYTES}")
     sample = decode_sample(body)
     check_posted(sample, pool)
     return sample

@@ -72,6 +72,7 @@ class Publisher:
         self._wake = asyncio.Event()
         self._client: Client | None = None
         self._stream_known = False
+        self._closing = False
         self._ensured_ms = 0.0
         self._next_attempt_ms = 0.0
         self._inbox = ""
@@ -131,6 +132,7 @@ class Publisher:
                 self._leave(parcel, Fate.ABANDONED)
             if left:
                 self._log.warning("samples left undelivered at the stop", samples=len(left))
+            self._closing = True
             if self._client is not None:
                 with contextlib.suppress(Exception):
                     await self._client.close()
@@ -157,14 +159,15 @@ class Publisher:
 
     async def _on_error(self, error: Exception) -> None:
         self._metrics.nats_errors.inc()
-        if self._readiness.ready or not self._stream_known:
+        if self._client is None or not self._client.is_connected:
             self._readiness.unmet(READY_CONDITION, type(error).__name__)
 
     async def _on_disconnected(self) -> None:
         self._stream_known = False
         again = self._outbox.retry_all()
         self._readiness.unmet(READY_CONDITION, "disconnected")
-        self._log.warning("disconnected from NATS", to_send_again=again)
+        if not self._closing:
+            self._log.warning("disconnected from NATS", to_send_again=again)
 
     async def _on_reconnected(self) -> None:
         self._log.info("reconnected to NATS")

@@ -1,0 +1,209 @@
+"""What the collector acknowledges is in JetStream, whatever happens to NATS; the rest is bounded and counted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from nats.js.api import StreamConfig
+
+from shared import names
+from shared.samples import ListedEndpoint, encode_decision, encode_sample
+from shared.streams import samples_stream_config
+from tests.contract.test_samples import SAMPLE
+from tests.fakes.decisions import make_decision
+from tests.fakes.entries import SERVED, make_entry
+from tests.integration.collector.running import RunningCollector, running_collector, stored, stored_ids
+from tests.servers import NatsServer, nats_server, until
+
+
+def sample(number: int = 1, **changes: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(encode_sample(SAMPLE))
+    return {**fields, "decision_id": f"posted-{number}", **changes}
+
+
+def entry(number: int, **changes: Any) -> Any:
+    return make_entry(decision=encode_decision(make_decision(SERVED, decision_id=f"logged-{number}")), **changes)
+
+
+async def test_a_posted_sample_is_stored_once_under_its_decision_id(
+    nats: NatsServer, collector: RunningCollector
+) -> None:
+    first = await collector.post(json.dumps(sample()))
+    assert (first.status_code, first.json()) == (200, {"published": 1, "duplicates": 0})
+    again = await collector.post(json.dumps([sample(), sample(2)]))
+    assert (again.status_code, again.json()) == (200, {"published": 1, "duplicates": 1})
+    found = await stored(nats.url)
+    assert [dedup_id for dedup_id, _ in found] == ["posted-1", "posted-2"]
+    assert found[0][1].ttft_ms == SAMPLE.ttft_ms
+
+
+async def test_both_ways_of_one_completion_make_one_sample(nats: NatsServer, collector: RunningCollector) -> None:
+    await collector.log(entry(1))
+    await until(lambda: stored_ids(nats.url), "the logged sample is stored")
+    posted = await collector.post(json.dumps(sample(decision_id="logged-1")))
+    assert posted.json() == {"published": 0, "duplicates": 1}
+    assert await stored_ids(nats.url) == ["logged-1"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        (b"", 400, "sample"),
+        (b"not json", 400, "sample"),
+        (b"[", 400, "samples"),
+        (b"[]", 400, "samples"),
+        (b"\xff\xfe", 400, "sample"),
+        (json.dumps([sample(), sample(2, ttft_ms=-1)]).encode(), 400, "samples[1].sample.ttft_ms"),
+        (json.dumps(sample(pool="other")).encode(), 400, "sample.pool"),
+        (json.dumps(sample(decision_id="a\r\nb")).encode(), 400, "sample.decision_id"),
+        (b" " * 20_000, 413, None),
+        (json.dumps([1] * 11).encode(), 413, None),
+    ],
+)
+async def test_a_bad_post_is_refused_whole_and_names_its_field(
+    nats: NatsServer, body: bytes, status: int, field: str | None
+) -> None:
+    async with running_collector(nats.url, max_post_bytes=16_384, max_post_samples=10) as collector:
+        answer = await collector.post(body)
+        assert answer.status_code == status
+        assert answer.json()["error"]["field"] == field
+        assert await stored_ids(nats.url) == []
+
+
+async def test_a_token_that_is_set_is_asked_for(nats: NatsServer) -> None:
+    async with running_collector(nats.url, http_token="secret") as collector:
+        body = json.dumps(sample())
+        assert (await collector.post(body)).status_code == 401
+        assert (await collector.post(body, authorization="Bearer wrong")).status_code == 401
+        assert (await collector.post(body, authorization="Bearer secret")).status_code == 200
+
+
+async def test_a_collector_that_starts_before_nats_serves_and_delivers_later(tmp_path: Path) -> None:
+    async with nats_server(tmp_path) as server:
+        await server.stop()
+        async with running_collector(server.url, ready=False) as collector:
+            assert not await collector.ready()
+            refused = await collector.post(json.dumps(sample()))
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+            await collector.log(entry(1), entry(2))
+            await server.start()
+            await until(collector.ready, "ready once NATS is there")
+            await until(lambda: _count(server.url, 2), "the waiting samples are stored")
+            assert await stored_ids(server.url) == ["logged-1", "logged-2"]
+
+
+async def test_a_restart_of_nats_loses_nothing_that_was_acknowledged_or_waits(
+    nats: NatsServer, collector: RunningCollector
+) -> None:
+    for number in range(3):
+        assert (await collector.post(json.dumps(sample(number)))).status_code == 200
+    await nats.kill()
+    await collector.log(*(entry(number) for number in range(5)))
+
+    async def noticed() -> bool:
+        return not await collector.ready()
+
+    await until(noticed, "readiness says that NATS is away")
+    await nats.start()
+    await until(collector.ready, "ready again")
+    await until(lambda: _count(nats.url, 8), "everything is stored")
+    assert await stored_ids(nats.url) == [
+        *(f"posted-{number}" for number in range(3)), *(f"logged-{number}" for number in range(5))
+    ]  # fmt: skip
+
+
+async def test_a_stream_that_vanished_is_made_again(nats: NatsServer, collector: RunningCollector) -> None:
+    await collector.log(entry(1))
+    await until(lambda: _count(nats.url, 1), "stored")
+    client = await _client(nats.url)
+    await client.jetstream().delete_stream(names.SAMPLES_STREAM)
+    await collector.log(entry(2))
+    await until(lambda: _count(nats.url, 1), "stored in the new stream")
+    assert await stored_ids(nats.url) == ["logged-2"]
+    await client.close()
+
+
+async def test_a_server_that_lost_its_store_gets_the_stream_anew(tmp_path: Path) -> None:
+    """The broker's volume is gone after a restart: every publish would fail until somebody made the stream."""
+    async with nats_server(tmp_path) as server, running_collector(server.url) as collector:
+        await server.stop()
+        (tmp_path / "jetstream").rename(tmp_path / "lost")
+        await server.start()
+        await until(collector.ready, "ready again")
+        assert (await collector.post(json.dumps(sample()))).status_code == 200
+        assert await stored_ids(server.url) == ["posted-1"]
+
+
+async def test_a_stream_configured_otherwise_is_reported_and_left_alone(nats: NatsServer) -> None:
+    client = await _client(nats.url)
+    other = StreamConfig(**{**samples_stream_config(), "max_age": 7200.0})
+    await client.jetstream().add_stream(other)
+    async with running_collector(nats.url) as collector:
+        assert await collector.metric("leadtime_collector_stream_differs") == 1.0
+        assert (await collector.post(json.dumps(sample()))).status_code == 200
+    found = (await client.jetstream().stream_info(names.SAMPLES_STREAM)).config
+    assert found.max_age == 7200.0
+    await client.close()
+
+
+async def test_the_stream_is_made_as_agreed(nats: NatsServer, collector: RunningCollector) -> None:
+    assert await collector.metric("leadtime_collector_stream_differs") == 0.0
+    client = await _client(nats.url)
+    found = (await client.jetstream().stream_info(names.SAMPLES_STREAM)).config
+    await client.close()
+    for name, wanted in samples_stream_config().items():
+        assert getattr(found, name) == wanted, name
+
+
+async def test_without_nats_the_oldest_sample_makes_room_and_is_counted(tmp_path: Path) -> None:
+    async with nats_server(tmp_path) as server:
+        await server.stop()
+        async with running_collector(server.url, ready=False, queue_samples=5) as collector:
+            await collector.log(*(entry(number) for number in range(20)))
+            assert await collector.metric("leadtime_collector_queue_samples") == 5.0
+            assert await collector.metric('leadtime_collector_published_total{fate="pushed_out"}') == 15.0
+            await server.start()
+            await until(lambda: _count(server.url, 5), "the newest are stored")
+            assert await stored_ids(server.url) == [f"logged-{number}" for number in range(15, 20)]
+
+
+async def test_a_stop_delivers_what_is_held(nats: NatsServer) -> None:
+    async with running_collector(nats.url, max_outstanding_acks=7) as collector:
+        await collector.log(*(entry(number) for number in range(300)))
+        await collector.stop()
+        assert len(await stored_ids(nats.url)) == 300
+
+
+async def test_a_sample_that_jetstream_would_never_take_is_refused(collector: RunningCollector) -> None:
+    huge = sample(features=[0.123456] * 8_000)
+    assert (await collector.post(json.dumps([sample(2), huge]))).status_code == 413
+
+
+async def test_a_logged_sample_that_jetstream_never_takes_is_given_up(
+    nats: NatsServer, collector: RunningCollector
+) -> None:
+    """Another schema's row has any length; one that is beyond the stream's limit doesn't stand in the others' way."""
+    row = b"\x01\x02\x03\x3f" * 8_000
+    huge = make_decision(SERVED, schema_hash="next", endpoints=(ListedEndpoint(SERVED, row),))
+    await collector.log(make_entry(decision=encode_decision(huge)), entry(2))
+    await until(lambda: _count(nats.url, 1), "the other is stored")
+    assert await collector.metric('leadtime_collector_published_total{fate="refused"}') == 1.0
+    assert await stored_ids(nats.url) == ["logged-2"]
+
+
+async def _client(url: str) -> Any:
+    return await nats.connect(url)
+
+
+async def _count(url: str, wanted: int) -> bool:
+    client = await _client(url)
+    try:
+        state = (await client.jetstream().stream_info(names.SAMPLES_STREAM)).state
+        return int(state.messages) >= wanted
+    except nats.js.errors.Error:
+        return False
+    finally:
+        await client.close()
