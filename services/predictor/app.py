@@ -1,8 +1,9 @@
 """The HTTP edge: `POST /v1/predict` in JSON and raw float32, `GET /v1/status`, and the probes of every service.
 
 `/v1/predict` is a plain ASGI endpoint on the FastAPI app: the body goes from the socket into numpy with no object per
-row, and `Edge` leads it past the app's middleware. All of a request is checked before its rows are queued; every refusal names what was found and what is allowed.
-Bodies of errors: `{"error": {"reason", "message", "field", "found", "allowed"}}`.
+row, and `Edge` leads it past the app's middleware. All of a request is checked before its rows are queued; every
+refusal names what was found and what is allowed. Bodies of errors: `{"error": {"reason", "message", "field", "found",
+"allowed"}}`, the last three where one field is at fault.
 """
 
 import asyncio

@@ -40,9 +40,9 @@ class PredictorSettings(ServiceSettings):
     """Threads of one model run. Set, never taken from the host's cores: a container may use fewer."""
     coalesce_window_ms: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Longest wait for company while a call is in flight."""
-    batch_max_rows: Annotated[int, Field(ge=1, le=MAX_ROWS)] = 512
+    batch_max_rows: Annotated[int, Field(ge=1, le=MAX_ROWS)] = 256
     """Rows merged into one model run; a larger request runs alone."""
-    inline_max_rows: Annotated[int, Field(ge=0, le=MAX_ROWS)] = 512
+    inline_max_rows: Annotated[int, Field(ge=0, le=MAX_ROWS)] = 256
     """Larger runs leave the event loop for a thread, so that probes and small requests go on."""
     max_waiting_rows: Annotated[int, Field(ge=1, le=1_048_576)] = 2 * MAX_ROWS
     """Rows that may wait for the model; beyond it a request is answered 503 at once."""

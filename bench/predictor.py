@@ -1,0 +1,279 @@
+"""Rows per second and core of one predictor process over HTTP, in both encodings, with latency percentiles.
+
+A real `python -m services.predictor` gets a bundle of the trainer's making through a real Redis-protocol server and
+answers a closed loop of keep-alive connections on loopback, 100 rows a call, all rows different. CPU is the server
+process's own user and system time, so a busy neighbour moves the latencies but hardly the rows per core-second. The
+load generator reports its own CPU share: near 1 it was the limit and the latencies are its own.
+
+    python -m bench.predictor [--quick] [--json FILE]
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import psutil
+import redis
+import uvloop
+
+from bench import bundles as bundle_builder
+from deploy.local.binaries import find_binaries
+from shared.bundle import Bundle, pack, seal
+from shared.features import SCHEMA, SCHEMA_HASH
+from shared.names import (
+    BUNDLES_CHANNEL,
+    HEADER_POOL,
+    HEADER_SCHEMA,
+    PREDICT_PATH,
+    ROWS_CONTENT_TYPE,
+    bundle_key,
+    bundle_pointer_key,
+)
+
+POOL: Final = "default"
+ROWS: Final = 100
+CONNECTIONS: Final = 8
+BLOCKS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one run of the generator saw."""
+
+    latencies_ms: npt.NDArray[np.float64]
+    wall_s: float
+    failed: int
+    client_cpu_s: float
+
+
+class _Connection(asyncio.Protocol):
+    """One keep-alive connection that sends its next request when an answer is whole. Answers carry content-length."""
+
+    def __init__(self, requests: Sequence[bytes], start: int, deadline_s: float) -> None:
+        self._requests = requests
+        self._next = start
+        self._deadline_s = deadline_s
+        self._received = bytearray()
+        self._due: int | None = None
+        self._sent_s = 0.0
+        self._transport: asyncio.Transport | None = None
+        self.done = asyncio.get_running_loop().create_future()
+        self.latencies_ms: list[float] = []
+        self.failed = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, no asyncio.Transport
+        self._send()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the protocol's signature
+        if not self.done.done():
+            self.failed += 1
+            self.done.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if self._due is None:
+            end = self._received.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            head = bytes(self._received[:end]).lower()
+            self._due = end + 4 + int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+            self.failed += not head.startswith(b"http/1.1 200")
+        if len(self._received) < self._due:
+            return
+        now_s = time.perf_counter()
+        self.latencies_ms.append((now_s - self._sent_s) * 1e3)
+        self._received.clear()
+        self._due = None
+        if now_s < self._deadline_s:
+            self._send()
+        else:
+            self.done.set_result(None)
+
+    def _send(self) -> None:
+        assert self._transport is not None
+        self._sent_s = time.perf_counter()
+        self._transport.write(self._requests[self._next % len(self._requests)])
+        self._next += 1
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _same(protocol: _Connection) -> _Connection:
+    return protocol
+
+
+async def drive(port: int, requests: Sequence[bytes], connections: int, seconds: float) -> Load:
+    """Closed loop of `connections` for `seconds`."""
+    loop = asyncio.get_running_loop()
+    started_s = time.perf_counter()
+    cpu_s = time.process_time()
+    protocols = [_Connection(requests, i * 7, started_s + seconds) for i in range(connections)]
+    for protocol in protocols:
+        await loop.create_connection(partial(_same, protocol), "127.0.0.1", port)
+    async with asyncio.timeout(seconds + 10):
+        await asyncio.gather(*(protocol.done for protocol in protocols))
+    wall_s = time.perf_counter() - started_s
+    cpu_s = time.process_time() - cpu_s
+    for protocol in protocols:
+        protocol.close()
+    latencies = np.concatenate([np.asarray(protocol.latencies_ms) for protocol in protocols])
+    return Load(latencies, wall_s, sum(protocol.failed for protocol in protocols), cpu_s)
+
+
+def raw_request(rows: npt.NDArray[np.float32]) -> bytes:
+    body = rows.astype("<f4").tobytes()
+    return (
+        f"POST {PREDICT_PATH} HTTP/1.1\r\nhost: predictor\r\ncontent-type: {ROWS_CONTENT_TYPE}\r\n"
+        f"{HEADER_POOL}: {POOL}\r\n{HEADER_SCHEMA}: {SCHEMA_HASH}\r\ncontent-length: {len(body)}\r\n\r\n"
+    ).encode() + body
+
+
+def json_request(rows: npt.NDArray[np.float32]) -> bytes:
+    body = orjson.dumps({"pool": POOL, "schema": SCHEMA_HASH, "rows": rows}, option=orjson.OPT_SERIALIZE_NUMPY)
+    return (
+        f"POST {PREDICT_PATH} HTTP/1.1\r\nhost: predictor\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    ).encode() + body
+
+
+@contextlib.asynccontextmanager
+async def predictor(
+    bundle: Bundle, directory: Path, extra: dict[str, str]
+) -> AsyncIterator[tuple[int, psutil.Process]]:
+    """A Redis-protocol server with the bundle in it and one predictor that has taken it; yields (port, process)."""
+    socket = directory / "redis.sock"
+    store = await asyncio.create_subprocess_exec(
+        find_binaries().redis_server, "--port", "0", "--unixsocket", socket, "--save", "", "--dir", directory,
+        stdout=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    server: asyncio.subprocess.Process | None = None
+    try:
+        client = redis.Redis(unix_socket_path=str(socket))
+        await _until(client.ping)
+        version = bundle.manifest.version
+        client.set(bundle_key(POOL, SCHEMA_HASH, version), seal(pack(bundle), None))
+        client.set(bundle_pointer_key(POOL, SCHEMA_HASH), version)
+        client.publish(BUNDLES_CHANNEL, version)
+        server = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.predictor",
+            env={**os.environ, "LEADTIME_REDIS_URL": f"unix://{socket}", "ORT_DISABLE_TELEMETRY": "1", **extra},
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        port = 0
+        ready = False
+        assert server.stdout is not None
+        while not (port and ready):
+            event = json.loads(await asyncio.wait_for(server.stdout.readline(), 30))
+            port = event.get("port", port)
+            ready = ready or event["event"] == "bundle in use"
+        yield port, psutil.Process(server.pid)
+    finally:
+        if server is not None and server.returncode is None:
+            server.send_signal(signal.SIGTERM)
+            await server.wait()
+        store.terminate()
+        await store.wait()
+
+
+async def _until(call: Any) -> None:
+    deadline_s = time.monotonic() + 20
+    while True:
+        try:
+            call()
+        except redis.RedisError:
+            if time.monotonic() > deadline_s:
+                raise
+            await asyncio.sleep(0.02)
+        else:
+            return
+
+
+async def measure(
+    port: int, process: psutil.Process, requests: Sequence[bytes], rows: int, connections: int, seconds: float
+) -> dict[str, Any]:
+    """One figure set. Rows per core-second = rows / the server's own CPU seconds."""
+    before = process.cpu_times()
+    load = await drive(port, requests, connections, seconds)
+    after = process.cpu_times()
+    cpu_s = (after.user - before.user) + (after.system - before.system)
+    calls = len(load.latencies_ms)
+    p50, p90, p99 = np.percentile(load.latencies_ms, [50, 90, 99])
+    return {
+        "rows_per_call": rows,
+        "connections": connections,
+        "calls": calls,
+        "failed": load.failed,
+        "rows_per_s": round(calls * rows / load.wall_s),
+        "rows_per_s_per_core": round(calls * rows / cpu_s),
+        "server_cpu_us_per_call": round(cpu_s / calls * 1e6, 1),
+        "server_core_share": round(cpu_s / load.wall_s, 3),
+        "client_core_share": round(load.client_cpu_s / load.wall_s, 3),
+        "p50_ms": round(float(p50), 3),
+        "p90_ms": round(float(p90), 3),
+        "p99_ms": round(float(p99), 3),
+    }
+
+
+async def bench(seconds: float, extra: dict[str, str]) -> dict[str, Any]:
+    bundle, described = bundle_builder.build(POOL)
+    blocks = bundle_builder.rows(BLOCKS, ROWS)
+    single = [raw_request(block[:1]) for block in blocks]
+    raw = [raw_request(block) for block in blocks]
+    text = [json_request(block) for block in blocks]
+    with tempfile.TemporaryDirectory(prefix="leadtime-bench-") as directory:
+        async with predictor(bundle, Path(directory), extra) as (port, process):
+            for requests in (raw, text):
+                await drive(port, requests, CONNECTIONS, min(1.0, seconds))
+            results = {
+                "raw": await measure(port, process, raw, ROWS, CONNECTIONS, seconds),
+                "json": await measure(port, process, text, ROWS, CONNECTIONS, seconds),
+                "raw_one_connection": await measure(port, process, raw, ROWS, 1, seconds / 2),
+                "raw_one_row": await measure(port, process, single, 1, CONNECTIONS, seconds / 2),
+            }
+    return {
+        "bench": "predictor",
+        "rows_per_s_per_core": results["raw"]["rows_per_s_per_core"],
+        "p50_ms": results["raw"]["p50_ms"],
+        "p99_ms": results["raw"]["p99_ms"],
+        **results,
+        "bundle": described,
+        "model_us_per_100_rows": bundle_builder.model_us(bundle, blocks),
+        "features": len(SCHEMA),
+        "machine": {"cpus": os.cpu_count(), "processor": platform.processor() or platform.machine()},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.predictor", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="short runs; ends within 50 s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the object here too")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a predictor setting to try")
+    options = parser.parse_args(arguments)
+    extra = {f"LEADTIME_PREDICTOR_{k.upper()}": v for k, _, v in (item.partition("=") for item in options.set)}
+    report = json.dumps(uvloop.run(bench(3.0 if options.quick else 15.0, extra)), indent=1)
+    print(report)
+    if options.json:
+        options.json.write_text(report + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
