@@ -243,7 +243,7 @@ class Ledger:
         if lane is None:
             lane = self._lanes[slot] = _Lane(slot)
         uncached = round(uncached_tokens)
-        if predicted_ttft_ms is None:
+        if predicted_ttft_ms is None or not predicted_ttft_ms >= 0.0:  # NaN too: it would jam the timers
             predicted_ttft_ms = (lane.pending_tokens + uncached) * lane.ms_per_token
         entry = Entry(
             decision_id, lane, round(input_tokens), uncached, expected_output_tokens, predicted_ttft_ms, now_ms

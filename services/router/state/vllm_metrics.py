@@ -158,7 +158,7 @@ def parse_metrics(page: bytes) -> EngineMetrics:
         if count:
             values[family.field] = total / count if family.field in _MEANS else total
         if family.label:
-            cursor = start  # the next field may stand in the same family
+            cursor = start - 1  # the next field may stand in the same family
     return _assemble(engine, values, blocks, frozenset(models))
 
 

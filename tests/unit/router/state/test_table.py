@@ -1,0 +1,221 @@
+import numpy as np
+import pytest
+
+from services.router.request.errors import RejectReason
+from services.router.state.errors import ModelNotFound, NoEndpoint
+from services.router.state.table import Endpoint, EndpointTable
+
+
+def add(table: EndpointTable, address: str, *models: str, ready: bool = True, hardware_class: int = 0) -> Endpoint:
+    endpoint = table.add(address, hardware_class=hardware_class, now_ms=0.0)
+    if models:
+        table.set_models(endpoint, frozenset(models))
+    table.set_ready(endpoint, ready)
+    return endpoint
+
+
+def candidates(table: EndpointTable, model="m", subset=None, *, now_ms=0.0, input_tokens=100.0, matched=None):
+    tokens = np.zeros(table.capacity, np.float32)
+    for slot, value in (matched or {}).items():
+        tokens[slot] = value
+    return table.candidates(model, subset, input_tokens, tokens, now_ms)
+
+
+def test_ready_endpoints_that_serve_the_model_are_candidates():
+    table = EndpointTable()
+    add(table, "10.0.0.1:8000", "m")
+    add(table, "10.0.0.2:8000", "m", ready=False)
+    add(table, "10.0.0.3:8000", "other")
+    add(table, "10.0.0.4:8000", "m", "other", hardware_class=2)
+    found = candidates(table)
+    assert found.addresses == ("10.0.0.1:8000", "10.0.0.4:8000")
+    assert found.hardware_class.tolist() == [0, 2]
+    assert all(column.dtype == np.float32 and column.shape == (2,) for column in found.columns().values())
+    assert candidates(table, "other").addresses == ("10.0.0.3:8000", "10.0.0.4:8000")
+    assert table.everyone(None, 0.0).addresses == ("10.0.0.1:8000", "10.0.0.3:8000", "10.0.0.4:8000")
+
+
+def test_a_pool_without_endpoints_is_a_503():
+    with pytest.raises(NoEndpoint) as caught:
+        candidates(EndpointTable())
+    assert (caught.value.status, caught.value.reason) == (503, RejectReason.NO_ENDPOINT)
+
+
+def test_a_model_is_not_found_only_when_every_endpoint_has_told_its_models():
+    table = EndpointTable()
+    add(table, "10.0.0.1:8000", "other")
+    silent = add(table, "10.0.0.2:8000", ready=False)
+    with pytest.raises(NoEndpoint):
+        candidates(table)
+    table.set_models(silent, frozenset({"other"}))
+    with pytest.raises(ModelNotFound) as caught:
+        candidates(table)
+    assert (caught.value.status, caught.value.code, caught.value.param) == (404, "model_not_found", "model")
+
+
+def test_an_endpoint_that_lists_no_models_is_asked_only_where_nobody_is_known_to_serve_it():
+    table = EndpointTable()
+    add(table, "10.0.0.1:8000")
+    assert candidates(table).addresses == ("10.0.0.1:8000",)
+    knowing = add(table, "10.0.0.2:8000", "m")
+    assert candidates(table).addresses == ("10.0.0.2:8000",)
+    table.set_ready(knowing, ready=False)
+    with pytest.raises(NoEndpoint):
+        candidates(table)
+
+
+@pytest.mark.parametrize(
+    ("subset", "expected"),
+    [
+        ({"10.0.0.1:8000"}, ["10.0.0.1:8000"]),
+        ({"10.0.0.1"}, ["10.0.0.1:8000", "10.0.0.1:8001"]),
+        ({"::1"}, ["[::1]:8000"]),
+        ({"[::1]"}, ["[::1]:8000"]),
+        ({"[::1]:8000", "10.0.0.9:1"}, ["[::1]:8000"]),
+    ],
+)
+def test_the_subset_hint_names_endpoints_by_address_or_by_ip(subset, expected):
+    table = EndpointTable()
+    for address in ("10.0.0.1:8000", "10.0.0.1:8001", "[::1]:8000"):
+        add(table, address, "m")
+    assert list(candidates(table, subset=frozenset(subset)).addresses) == expected
+
+
+@pytest.mark.parametrize("subset", [set(), {"10.0.0.9:8000"}])
+def test_a_subset_without_a_ready_endpoint_is_a_503_of_its_own_reason(subset):
+    table = EndpointTable()
+    add(table, "10.0.0.1:8000", "m")
+    with pytest.raises(NoEndpoint) as caught:
+        candidates(table, subset=frozenset(subset))
+    assert caught.value.reason is RejectReason.SUBSET_EMPTY
+
+
+def test_uncached_tokens_are_the_prompt_less_what_matches_and_never_negative():
+    table = EndpointTable()
+    slots = [add(table, f"10.0.0.{i}:1", "m").slot for i in range(3)]
+    found = candidates(table, input_tokens=100.0, matched={slots[0]: 30.0, slots[2]: 130.0})
+    by_address = dict(zip(found.addresses, found.uncached_tokens.tolist(), strict=True))
+    assert by_address == {"10.0.0.0:1": 70.0, "10.0.0.1:1": 100.0, "10.0.0.2:1": 0.0}
+
+
+def test_the_ledgers_sums_and_ages_are_those_of_the_moment():
+    table = EndpointTable()
+    slot = add(table, "10.0.0.1:1", "m").slot
+    table.observe_step_time(slot, 20.0)
+    table.set_load(
+        slot,
+        pending_tokens=500,
+        pending_requests=2,
+        oldest_pending_ms=1_000.0,
+        decoding_requests=3,
+        decode_input_tokens=900,
+        decode_since_sum_ms=3 * 1_200,
+    )
+    found = candidates(table, now_ms=1_400.0)
+    assert found.pending_uncached_tokens.tolist() == [500.0]
+    assert found.pending_requests.tolist() == [2.0]
+    assert found.oldest_pending_age_ms.tolist() == [400.0]
+    assert found.decoding_requests.tolist() == [3.0]
+    # 200 ms at 20 ms a token: each of the three has grown by ten tokens.
+    assert found.decode_context_tokens.tolist() == [930.0]
+
+
+def test_a_scraped_value_counts_until_it_is_too_old():
+    table = EndpointTable(scrape_limit_ms=5_000.0)
+    slot = add(table, "10.0.0.1:1", "m").slot
+    assert candidates(table).scrape_known.tolist() == [0.0]
+    table.set_scraped(slot, waiting_requests=4.0, running_requests=5.0, kv_cache_utilization=0.5, now_ms=1_000.0)
+    fresh, old = candidates(table, now_ms=6_000.0), candidates(table, now_ms=6_001.0)
+    assert (fresh.waiting_requests[0], fresh.running_requests[0], fresh.kv_cache_utilization[0]) == (4.0, 5.0, 0.5)
+    assert (fresh.scrape_age_ms[0], fresh.scrape_known[0]) == (5_000.0, 1.0)
+    assert (old.waiting_requests[0], old.running_requests[0], old.kv_cache_utilization[0]) == (0.0, 0.0, 0.0)
+    assert (old.scrape_age_ms[0], old.scrape_known[0]) == (0.0, 0.0)
+    assert table.scrape_age_ms(slot, 9_000.0) == 8_000.0
+
+
+def test_the_scraped_utilization_is_not_touched_by_the_ledger():
+    """Two writers never share a field: 5 local changes leave the scraped 0.99 as it is."""
+    table = EndpointTable()
+    slot = add(table, "10.0.0.1:1", "m").slot
+    table.set_scraped(slot, waiting_requests=0.0, running_requests=9.0, kv_cache_utilization=0.99, now_ms=0.0)
+    for count in range(5):
+        table.set_load(
+            slot,
+            pending_tokens=count,
+            pending_requests=count,
+            oldest_pending_ms=0.0,
+            decoding_requests=0,
+            decode_input_tokens=0,
+            decode_since_sum_ms=0,
+        )
+    assert candidates(table).kv_cache_utilization[0] == pytest.approx(0.99)
+
+
+def test_step_times_are_averaged_and_unknown_before_the_first():
+    table = EndpointTable()
+    slot = add(table, "10.0.0.1:1", "m").slot
+    assert candidates(table).step_time_known.tolist() == [0.0]
+    table.observe_step_time(slot, 10.0)
+    table.observe_step_time(slot, 20.0)
+    assert candidates(table).step_time_ms[0] == pytest.approx(11.0)
+    assert candidates(table).step_time_known.tolist() == [1.0]
+
+
+def test_a_snapshot_does_not_change_afterwards():
+    table = EndpointTable()
+    slot = add(table, "10.0.0.1:1", "m").slot
+    before = candidates(table)
+    table.set_scraped(slot, waiting_requests=4.0, running_requests=5.0, kv_cache_utilization=0.5, now_ms=0.0)
+    assert before.waiting_requests.tolist() == [0.0]
+
+
+def test_the_table_grows_and_uses_freed_slots_again():
+    table = EndpointTable(capacity=2)
+    endpoints = [add(table, f"10.0.0.{i}:1", "m") for i in range(9)]
+    table.set_scraped(endpoints[0].slot, waiting_requests=7.0, running_requests=0.0, kv_cache_utilization=0, now_ms=0.0)
+    assert len(candidates(table)) == 9
+    assert candidates(table).waiting_requests.sum() == 7.0
+    capacity = table.capacity
+    for round_number in range(50):
+        table.remove(endpoints.pop(0))
+        endpoints.append(add(table, f"10.0.1.{round_number}:1", "m"))
+    assert table.capacity == capacity
+    assert len({endpoint.slot for endpoint in endpoints}) == 9
+    assert candidates(table).waiting_requests.sum() == 0.0
+
+
+def test_adding_a_known_endpoint_keeps_what_is_known_of_it():
+    table = EndpointTable()
+    endpoint = add(table, "10.0.0.1:1", "m")
+    table.observe_step_time(endpoint.slot, 10.0)
+    assert table.add("10.0.0.1:1", hardware_class=3, now_ms=5.0) is endpoint
+    assert candidates(table).step_time_ms.tolist() == [10.0]
+    assert candidates(table).hardware_class.tolist() == [3.0]
+
+
+def test_a_retired_endpoint_is_no_candidate_until_it_is_added_again():
+    table = EndpointTable()
+    endpoint = add(table, "10.0.0.1:1", "m")
+    table.retire(endpoint)
+    with pytest.raises(NoEndpoint):
+        candidates(table)
+    table.add("10.0.0.1:1", hardware_class=0, now_ms=5.0)
+    assert len(candidates(table)) == 1
+
+
+def test_a_new_process_at_an_address_has_told_no_models_and_has_no_measured_values():
+    table = EndpointTable()
+    endpoint = add(table, "10.0.0.1:1", "m", hardware_class=2)
+    table.observe_step_time(endpoint.slot, 10.0)
+    table.renew(endpoint, 123.0, 5.0)
+    assert (endpoint.models, endpoint.incarnation, endpoint.incarnations) == (None, 123.0, 2)
+    found = candidates(table)
+    assert (found.step_time_known[0], found.hardware_class[0]) == (0.0, 2.0)
+
+
+def test_models_and_subsets_that_clients_make_up_are_not_remembered_without_bound():
+    table = EndpointTable()
+    add(table, "10.0.0.1:1")
+    for number in range(3_000):
+        candidates(table, f"model-{number}")
+    assert len(table._groups) <= 1_024
