@@ -32,6 +32,10 @@ class FakePicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     """The string under namespace `leadtime`, key `d`."""
     hang: bool = False
     """Never answer, as a frozen router."""
+    hold_s: float = 0.0
+    """Ask Envoy for more time, then answer this much later, as a router that holds a request on purpose."""
+    refusal: tuple[int, bytes] | None = None
+    """Answer with this status and JSON body instead of a pick, as a router does for a bad request."""
     headers: list[dict[str, str]] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     open_streams: int = 0
@@ -55,6 +59,11 @@ class FakePicker(external_processor_pb2_grpc.ExternalProcessorServicer):
                     else:
                         yield ext_proc.ProcessingResponse(request_headers=ext_proc.HeadersResponse())
                 elif kind == "request_body":
+                    if self.hold_s:
+                        longer = ext_proc.ProcessingResponse()
+                        longer.override_message_timeout.FromMilliseconds(int(2_000 * self.hold_s))
+                        yield longer
+                        await asyncio.sleep(self.hold_s)
                     self.bodies.append(message.request_body.body)
                     yield self._pick("request_body")
                 elif kind == "response_trailers":
@@ -69,6 +78,13 @@ class FakePicker(external_processor_pb2_grpc.ExternalProcessorServicer):
 
     def _pick(self, kind: str) -> ext_proc.ProcessingResponse:
         response = ext_proc.ProcessingResponse()
+        if self.refusal is not None:
+            status, body = self.refusal
+            response.immediate_response.status.code = status
+            response.immediate_response.body = body
+            kind_of_body = base_pb2.HeaderValue(key="content-type", raw_value=b"application/json")
+            response.immediate_response.headers.set_headers.append(base_pb2.HeaderValueOption(header=kind_of_body))
+            return response
         namespaces = struct_pb2.Struct()
         if self.destination:
             listed = ",".join(self.destination)
