@@ -25,6 +25,9 @@ _RESPONSES_DELTAS: Final = frozenset(
     }
 )  # fmt: skip
 _ANTHROPIC_DELTAS: Final = ("text", "thinking", "partial_json")
+_LAST_EVENTS: Final = frozenset(
+    {"message_stop", "response.completed", "response.incomplete", "response.failed"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,9 @@ class Usage:
     cached_tokens: int | None
 
 
+_NO_COUNTS: Final = Usage(None, None, None)
+
+
 def carries_content(event: Any) -> bool:
     """Whether one decoded event of a chat, completions, responses or Anthropic stream carries generated content."""
     if not isinstance(event, dict):
@@ -44,6 +50,8 @@ def carries_content(event: Any) -> bool:
     if isinstance(choices, list):
         return any(_choice_has_content(choice) for choice in choices)
     kind = event.get("type")
+    if not isinstance(kind, str):
+        return False
     if kind in _RESPONSES_DELTAS:
         return bool(event.get("delta"))
     if kind == "content_block_delta":
@@ -65,7 +73,7 @@ def _choice_has_content(choice: Any) -> bool:
 
 
 def usage_of(document: Any) -> Usage | None:
-    """Usage of one decoded event or JSON answer, in OpenAI's or Anthropic's spelling."""
+    """Usage of one decoded event or JSON answer, in OpenAI's or Anthropic's spelling; None if it has no count."""
     if not isinstance(document, dict):
         return None
     usage = document.get("usage")
@@ -76,11 +84,12 @@ def usage_of(document: Any) -> Usage | None:
         return None
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else usage.get("cache_read_input_tokens")
-    return Usage(
+    counts = Usage(
         _count(usage.get("prompt_tokens", usage.get("input_tokens"))),
         _count(usage.get("completion_tokens", usage.get("output_tokens"))),
         _count(cached),
     )
+    return None if counts == _NO_COUNTS else counts
 
 
 def _count(value: Any) -> int | None:
@@ -124,17 +133,45 @@ class EventStreamObserver:
             self._rest = b""
 
     def usage(self) -> Usage | None:
-        """The last usage within the tail; None if the server sent none, or sent it more than 16 KiB before the end."""
-        for line in reversed(self._tail.replace(b"\r", b"\n").split(b"\n")):
+        """The last usage within the tail, a count that it lacks taken from the one before (Anthropic splits them).
+
+        None if the server sent none, or sent it more than 16 KiB before the end.
+        """
+        found: Usage | None = None
+        for line in reversed(self._tail_lines()):
             if b'"usage"' in line and (usage := usage_of(_data(line))) is not None:
-                return usage
-        return None
+                found = usage if found is None else _completed(found, usage)
+                if None not in (found.input_tokens, found.output_tokens):
+                    break
+        return found
 
     def finished(self) -> bool:
         """Whether the stream said that it is complete (`[DONE]`, or a final event of the other dialects)."""
-        return any(
-            mark in self._tail for mark in (b"data: [DONE]", b"data:[DONE]", b"message_stop", b"response.completed")
-        )
+        return any(_is_last(line) for line in reversed(self._tail_lines()))
+
+    def _tail_lines(self) -> list[bytes]:
+        return self._tail.replace(b"\r", b"\n").split(b"\n")
+
+
+def _completed(usage: Usage, before: Usage) -> Usage:
+    return Usage(
+        before.input_tokens if usage.input_tokens is None else usage.input_tokens,
+        before.output_tokens if usage.output_tokens is None else usage.output_tokens,
+        before.cached_tokens if usage.cached_tokens is None else usage.cached_tokens,
+    )
+
+
+def _is_last(line: bytes) -> bool:
+    if not line.startswith(b"data:"):
+        return False
+    if line[5:].strip() == b"[DONE]":
+        return True
+    # Cheap look first: generated text may hold these words, an event's type only as a whole.
+    if b"message_stop" not in line and b'"response.' not in line:
+        return False
+    event = _data(line)
+    kind = event.get("type") if isinstance(event, dict) else None
+    return isinstance(kind, str) and kind in _LAST_EVENTS
 
 
 def _data(line: bytes) -> Any:

@@ -95,7 +95,8 @@ async def _run(service: str, settings: Settings, build: Callable[[Settings, asyn
 
 def probe_app(service: str, readiness: Readiness, registry: CollectorRegistry) -> FastAPI:
     """A FastAPI app with the three routes that every service has."""
-    app = FastAPI(title=f"leadtime {service}", docs_url=None, redoc_url=None)
+    # No page of its own for the schema: every route that is served has a place in a README.
+    app = FastAPI(title=f"leadtime {service}", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

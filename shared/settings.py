@@ -6,13 +6,15 @@ have theirs, so that a deployment sets them once for all services. No other modu
 
 import ipaddress
 import os
+import re
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, FilePath, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from shared.errors import ConfigurationError
 from shared.names import validate_pool
@@ -42,14 +44,14 @@ class NatsSettings(_Block):
 
     servers: str = "nats://127.0.0.1:4222"
     """Comma-separated URLs; `tls://` asks for TLS."""
-    credentials_file: Path | None = None
+    credentials_file: FilePath | None = None
     """A `.creds` file (JWT and NKey)."""
-    nkey_seed_file: Path | None = None
+    nkey_seed_file: FilePath | None = None
     user: str | None = None
     password: SecretStr | None = None
-    tls_ca_file: Path | None = None
-    tls_cert_file: Path | None = None
-    tls_key_file: Path | None = None
+    tls_ca_file: FilePath | None = None
+    tls_cert_file: FilePath | None = None
+    tls_key_file: FilePath | None = None
 
     def connect_options(self) -> dict[str, Any]:
         """Keyword arguments of nats-py's `connect`. It goes on trying for ever: no service depends on start order."""
@@ -84,7 +86,7 @@ class RedisSettings(_Block):
     """`redis://`, `rediss://` (TLS) or `unix://`."""
     username: str | None = None
     password: SecretStr | None = None
-    tls_ca_file: Path | None = None
+    tls_ca_file: FilePath | None = None
     signing_key: SecretStr | None = None
     """HMAC key of bundles and calibrations, at least 16 characters; needed unless Redis is on loopback or a socket."""
 
@@ -173,23 +175,49 @@ def load(settings: type[Settings]) -> Settings:
 
     A variable with a prefix of ours that no setting reads is a fault too: a typo must not be silence.
     """
-    blocks: list[type[BaseSettings]] = [settings, *_nested_blocks(settings)]
+    blocks: list[type[BaseSettings]] = [settings, *_nested_blocks(settings).values()]
     faults = [fault for block in blocks for fault in _unknown_variables(block)]
     loaded: Settings | None = None
     try:
         loaded = settings()
-    except ValidationError as error:
-        prefixes = {block.__name__: block.model_config.get("env_prefix", "") for block in blocks}
-        prefix = prefixes.get(error.title, "")
-        faults += [_fault(prefix, dict(item)) for item in error.errors(include_url=False, include_input=False)]
+    except (ValidationError, SettingsError):
+        faults += _all_faults(settings)
     if faults or loaded is None:
         raise ConfigurationError("\n".join(faults))
     return loaded
 
 
-def _nested_blocks(settings: type[BaseSettings]) -> list[type[_Block]]:
-    kinds = (field.annotation for field in settings.model_fields.values())
-    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, _Block)]
+def _all_faults(settings: type[BaseSettings]) -> list[str]:
+    """Faults block by block: left to itself, pydantic stops at the first block that fails."""
+    prefix = settings.model_config.get("env_prefix", "")
+    given = {variable.upper() for variable in os.environ}
+    faults: list[str] = []
+    stand_ins: dict[str, Any] = {}
+    for name, block in _nested_blocks(settings).items():
+        if (prefix + name).upper() in given:
+            continue  # handed over whole, as JSON: checked as part of the service's own
+        if found := _faults(block, {}):
+            faults += found
+            stand_ins[name] = block.model_construct()
+    return faults + _faults(settings, stand_ins)
+
+
+def _faults(block: type[BaseSettings], stand_ins: Mapping[str, Any]) -> list[str]:
+    prefix = block.model_config.get("env_prefix", "")
+    try:
+        block(**stand_ins)
+    except ValidationError as error:
+        return [_fault(prefix, dict(item)) for item in error.errors(include_url=False, include_input=False)]
+    except SettingsError as error:
+        field = re.search(r'field "(\w+)"', str(error))
+        where = (prefix + field[1]).upper() if field else f"{prefix}*"
+        return [f"{where}: found text that isn't JSON; allowed: a JSON value"]
+    return []
+
+
+def _nested_blocks(settings: type[BaseSettings]) -> dict[str, type[_Block]]:
+    kinds = ((name, field.annotation) for name, field in settings.model_fields.items())
+    return {name: kind for name, kind in kinds if isinstance(kind, type) and issubclass(kind, _Block)}
 
 
 def _unknown_variables(block: type[BaseSettings]) -> list[str]:
@@ -203,5 +231,5 @@ def _unknown_variables(block: type[BaseSettings]) -> list[str]:
 
 
 def _fault(prefix: str, item: dict[str, Any]) -> str:
-    where = (prefix + "__".join(str(part) for part in item["loc"])).upper()
-    return f"{where or prefix + '*'}: {item['msg']} ({item['type']})"
+    where = "__".join(str(part) for part in item["loc"]).upper() or "*"
+    return f"{prefix}{where}: {item['msg']} ({item['type']})"

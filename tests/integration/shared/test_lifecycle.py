@@ -1,0 +1,99 @@
+"""A service's life with real signals and sockets: start, serve, stop."""
+
+import asyncio
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from shared.lifecycle import serve_http
+
+REPOSITORY = Path(__file__).parents[3]
+
+SERVICE = """
+import asyncio, sys
+from prometheus_client import CollectorRegistry
+from pydantic_settings import SettingsConfigDict
+from shared.lifecycle import Readiness, probe_app, run, serve_http
+from shared.settings import ServiceSettings
+
+class Example(ServiceSettings):
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix="LEADTIME_EXAMPLE_")
+
+async def build(settings, stop):
+    app = probe_app("example", Readiness(), CollectorRegistry())
+    async with serve_http(app, settings.http_host, settings.http_port) as (host, port):
+        print(f"bound {port}", flush=True)
+        await stop.wait()
+        {after_stop}
+
+sys.exit(run("example", Example, build))
+"""
+
+
+async def started(after_stop: str = "pass") -> tuple[asyncio.subprocess.Process, int]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        SERVICE.replace("{after_stop}", after_stop),
+        cwd=REPOSITORY,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(20):
+        while not (line := await process.stdout.readline()).startswith(b"bound "):
+            assert line, "the service ended before it served"
+    return process, int(line.split()[1])
+
+
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT"])
+async def test_a_signal_stops_a_service_cleanly_and_frees_its_port(signal_name):
+    process, port = await started()
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(f"http://127.0.0.1:{port}/readyz")).status_code == 200
+    process.send_signal(getattr(signal, signal_name))
+    async with asyncio.timeout(10):
+        out, _ = await process.communicate()
+    assert process.returncode == 0
+    assert b'"event":"service stopped"' in out
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+async def test_a_second_signal_ends_a_service_that_hangs():
+    process, _ = await started("print('stopping', flush=True); await asyncio.sleep(600)")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    async with asyncio.timeout(10):
+        while await process.stdout.readline() != b"stopping\n":
+            pass
+        process.send_signal(signal.SIGTERM)
+        await process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+async def test_a_taken_port_stops_the_start():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="already in use"):
+        async with serve_http(FastAPI(), "127.0.0.1", taken.getsockname()[1]):
+            raise AssertionError("two servers on one port")
+
+
+async def test_a_request_under_way_is_answered_while_the_server_stops():
+    app, entered, release = FastAPI(), asyncio.Event(), asyncio.Event()
+
+    @app.get("/slow")
+    async def slow() -> str:
+        entered.set()
+        await release.wait()
+        return "done"
+
+    async with httpx.AsyncClient() as client:
+        async with serve_http(app, "127.0.0.1", 0) as (host, port):
+            answer = asyncio.create_task(client.get(f"http://{host}:{port}/slow"))
+            await entered.wait()
+            asyncio.get_running_loop().call_later(0.05, release.set)
+        assert (await answer).json() == "done"

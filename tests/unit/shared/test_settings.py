@@ -1,0 +1,237 @@
+"""Settings: read from the environment, every fault told at once, secrets never shown."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from shared.errors import ConfigurationError
+from shared.settings import (
+    NatsSettings,
+    PositiveMs,
+    RedisSettings,
+    ServiceSettings,
+    TelemetrySettings,
+    is_loopback,
+    load,
+    tls_client_context,
+)
+
+
+class Example(ServiceSettings):
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix="LEADTIME_EXAMPLE_")
+
+    deadline_ms: PositiveMs = 40.0
+    names: list[str] = Field(default_factory=list)
+    nats: NatsSettings = Field(default_factory=NatsSettings)
+    redis: RedisSettings = Field(default_factory=RedisSettings)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch) -> Iterator[None]:
+    for variable in list(os.environ):
+        if variable.upper().startswith("LEADTIME_"):
+            monkeypatch.delenv(variable)
+    return
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def put(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+def faults() -> list[str]:
+    with pytest.raises(ConfigurationError) as caught:
+        load(Example)
+    return str(caught.value).splitlines()
+
+
+def test_defaults_are_enough_on_loopback():
+    settings = load(Example)
+    assert settings.pool == "default"
+    assert settings.http_host == "127.0.0.1"
+    assert settings.redis.key is None
+    assert settings.nats.connect_options()["servers"] == ["nats://127.0.0.1:4222"]
+
+
+def test_values_come_from_the_environment_whatever_the_case(environment):
+    environment(LEADTIME_EXAMPLE_POOL="chat", leadtime_example_http_port="8080", LEADTIME_LOG_LEVEL="debug")
+    settings = load(Example)
+    assert (settings.pool, settings.http_port, settings.telemetry.level) == ("chat", 8080, "debug")
+
+
+def test_settings_do_not_change():
+    with pytest.raises(ValueError, match="frozen"):
+        load(Example).pool = "other"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("LEADTIME_EXAMPLE_HTTP_PORT", "65536", "less than or equal to 65535"),
+        ("LEADTIME_EXAMPLE_HTTP_PORT", "-1", "greater than or equal to 0"),
+        ("LEADTIME_EXAMPLE_HTTP_PORT", "http", "valid integer"),
+        ("LEADTIME_EXAMPLE_DEADLINE_MS", "0", "greater than 0"),
+        ("LEADTIME_EXAMPLE_POOL", "Chat!", "DNS label"),
+        ("LEADTIME_EXAMPLE_NAMES", "a,b", "found text that isn't JSON"),
+        ("LEADTIME_EXAMPLE_TELEMETRY", "loud", "found text that isn't JSON"),
+        ("LEADTIME_LOG_LEVEL", "loud", "debug|info|warning|error"),
+        ("LEADTIME_LOG_FORMAT", "xml", "json|console"),
+        ("LEADTIME_REDIS_SIGNING_KEY", "short", "at least 16 characters"),
+        ("LEADTIME_NATS_TLS_CA_FILE", "/no/such/file", "does not point to a file"),
+    ],
+)
+def test_a_fault_names_the_variable_and_what_is_allowed(environment, variable, value, said):
+    environment(**{variable: value})
+    [fault] = faults()
+    assert fault.startswith(f"{variable}: ")
+    assert said in fault
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:6379", "127.0.0.1:6379", "redis://[::1/0"])
+def test_a_redis_url_must_be_one(environment, url):
+    environment(LEADTIME_REDIS_URL=url)
+    [fault] = faults()
+    assert fault.startswith("LEADTIME_REDIS_*: ")
+
+
+def test_a_field_of_a_block_given_as_json_is_named_by_its_path(environment):
+    environment(LEADTIME_EXAMPLE_TELEMETRY='{"level": "loud"}')
+    [fault] = faults()
+    assert fault.startswith("LEADTIME_EXAMPLE_TELEMETRY__LEVEL: ")
+
+
+def test_a_block_can_be_given_whole_as_json(environment):
+    environment(LEADTIME_EXAMPLE_REDIS='{"url": "unix:///run/redis.sock"}', LEADTIME_EXAMPLE_HTTP_PORT="x")
+    [fault] = faults()
+    assert fault.startswith("LEADTIME_EXAMPLE_HTTP_PORT")
+    environment(LEADTIME_EXAMPLE_HTTP_PORT="1")
+    assert load(Example).redis.url == "unix:///run/redis.sock"
+
+
+def test_every_fault_of_every_block_is_told_at_once(environment):
+    environment(
+        LEADTIME_EXAMPLE_HTTP_PORT="x",
+        LEADTIME_EXAMPLE_POOL="Chat!",
+        LEADTIME_REDIS_URL="http://x",
+        LEADTIME_LOG_LEVEL="loud",
+        LEADTIME_EXAMPLE_TYPO="1",
+    )
+    assert sorted(fault.split(":")[0] for fault in faults()) == [
+        "LEADTIME_EXAMPLE_HTTP_PORT",
+        "LEADTIME_EXAMPLE_POOL",
+        "LEADTIME_EXAMPLE_TYPO",
+        "LEADTIME_LOG_LEVEL",
+        "LEADTIME_REDIS_*",
+    ]
+
+
+@pytest.mark.parametrize("variable", ["LEADTIME_EXAMPLE_HTTP_PROT", "LEADTIME_NATS_SERVER", "leadtime_redis_uri"])
+def test_a_variable_of_ours_that_nobody_reads_is_a_fault(environment, variable):
+    environment(**{variable: "1"})
+    [fault] = faults()
+    assert fault.startswith(f"{variable}: no such setting; allowed: LEADTIME_")
+
+
+def test_variables_of_others_are_left_alone(environment):
+    environment(LEADTIMES_EXAMPLE="1", LEADTIME_ROUTER_PROFILE="x", NATS_SERVERS="x")
+    load(Example)
+
+
+def test_no_fault_and_no_repr_shows_a_secret(environment):
+    secrets = {
+        "LEADTIME_EXAMPLE_HTTP_TOKEN": "secret-token",
+        "LEADTIME_NATS_PASSWORD": "secret-nats",
+        "LEADTIME_REDIS_PASSWORD": "secret-redis",
+        "LEADTIME_REDIS_SIGNING_KEY": "secret-signing-key",
+    }
+    environment(**secrets)
+    shown = repr(load(Example))
+    environment(LEADTIME_EXAMPLE_HTTP_PORT="x", LEADTIME_REDIS_SIGNING_KEY="secret-short")
+    shown += " ".join(faults())
+    assert "secret-" not in shown
+
+
+@pytest.mark.parametrize(
+    ("url", "needed"),
+    [
+        ("redis://127.0.0.1:6379/0", False),
+        ("redis://localhost/0", False),
+        ("redis://[::1]:6379/0", False),
+        ("unix:///run/redis.sock", False),
+        ("redis://redis:6379/0", True),
+        ("rediss://10.0.0.7:6379/0", True),
+        ("redis:///0", True),
+    ],
+)
+def test_a_signing_key_is_needed_beyond_loopback(environment, url, needed):
+    environment(LEADTIME_REDIS_URL=url)
+    if needed:
+        [fault] = faults()
+        assert "signing_key is needed" in fault
+        environment(LEADTIME_REDIS_SIGNING_KEY="0123456789abcdef")
+        assert load(Example).redis.key == b"0123456789abcdef"
+    else:
+        assert load(Example).redis.key is None
+
+
+def test_options_of_the_redis_client(environment):
+    environment(LEADTIME_REDIS_USERNAME="router", LEADTIME_REDIS_PASSWORD="pw")
+    options = load(Example).redis.client_options()
+    assert (options["username"], options["password"]) == ("router", "pw")
+    assert options["protocol"] == 2
+    assert options["socket_keepalive"]
+    environment(LEADTIME_REDIS_URL="unix:///run/redis.sock")
+    assert "socket_keepalive" not in load(Example).redis.client_options()
+
+
+def test_options_of_the_nats_client(environment, tmp_path):
+    credentials = tmp_path / "router.creds"
+    credentials.write_text("", "utf-8")
+    environment(
+        LEADTIME_NATS_SERVERS="nats://a:4222, tls://b:4222",
+        LEADTIME_NATS_USER="router",
+        LEADTIME_NATS_PASSWORD="pw",
+        LEADTIME_NATS_CREDENTIALS_FILE=str(credentials),
+    )
+    options = load(Example).nats.connect_options()
+    assert options["servers"] == ["nats://a:4222", "tls://b:4222"]
+    assert (options["user"], options["password"]) == ("router", "pw")
+    assert options["user_credentials"] == str(credentials)
+    assert options["max_reconnect_attempts"] == -1
+    assert "tls" not in options
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("localhost", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("/run/leadtime.sock", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("localhost.example.com", False),
+        ("", False),
+    ],
+)
+def test_what_is_loopback(host, expected):
+    assert is_loopback(host) is expected
+
+
+def test_the_tls_context_verifies_by_default():
+    context = tls_client_context(None, None, None)
+    assert context.check_hostname
+
+
+def test_the_logging_block_has_the_quiet_defaults():
+    assert (TelemetrySettings().level, TelemetrySettings().format) == ("info", "json")
