@@ -7,6 +7,7 @@ the name.
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -45,12 +46,22 @@ class Recent:
         return self._sum / len(self._values) if self._values else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _ModelMetrics:
+    """Histograms of one model, by target."""
+
+    name: str
+    actual: dict[str, Histogram]
+    predicted: dict[str, Histogram]
+    error: dict[str, Histogram]
+
+
 class CollectorMetrics:
     """Every metric of the service, on one registry of its own."""
 
     def __init__(self, registry: CollectorRegistry, pool: str) -> None:
         self._pool = pool
-        self._models: set[str] = set()
+        self._models: dict[str, _ModelMetrics] = {}
         self.entries = Counter(
             "leadtime_collector_entries",
             "Access-log entries and posted samples by what became of them",
@@ -170,7 +181,7 @@ class CollectorMetrics:
         for note in notes:
             self._note[note].inc()
         self._outcome[sample.outcome].inc()
-        model = self._model(sample.model)
+        model = self._of_model(sample.model)
         if sample.outcome is Outcome.OK:
             for target in _TARGETS:
                 self._compare(target, sample, model)
@@ -179,29 +190,38 @@ class CollectorMetrics:
                 if sample.ttft_ms is not None and sample.e2e_ms and (sample.output_tokens or 0) >= LATE_TTFT_TOKENS:
                     self._late_ttft.add(sample.ttft_ms >= LATE_TTFT_RATIO * sample.e2e_ms)
         for target, met in objectives(sample):
-            self._slo.labels(self._pool, model, target, "true" if met else "false").inc()
+            self._slo.labels(self._pool, model.name, target, "true" if met else "false").inc()
 
-    def _compare(self, target: str, sample: LatencySample, model: str) -> None:
+    def _compare(self, target: str, sample: LatencySample, model: "_ModelMetrics") -> None:
         actual_ms: float | None = getattr(sample, f"{target}_ms")
         if actual_ms is None:
             return
-        self._actual[target].labels(self._pool, model).observe(seconds(actual_ms))
+        model.actual[target].observe(seconds(actual_ms))
         predicted_ms = (sample.prediction or {}).get(f"{target}_p50")
         if predicted_ms is None:
             return
-        self._predicted[target].labels(self._pool, model).observe(seconds(predicted_ms))
+        model.predicted[target].observe(seconds(predicted_ms))
         error = (predicted_ms - actual_ms) / actual_ms
-        self._error[target].labels(self._pool, model).observe(error)
+        model.error[target].observe(error)
         self._mape[target].add(abs(error))
         self._bias[target].add(error)
 
-    def _model(self, name: str) -> str:
-        if name in self._models:
-            return name
-        if len(self._models) < MAX_MODELS:
-            self._models.add(name)
-            return name
-        return "other"
+    def _of_model(self, name: str) -> "_ModelMetrics":
+        """The model's own histograms, or those of `other`; looked up by label once, which costs more than observing."""
+        if (known := self._models.get(name)) is not None:
+            return known
+        if len(self._models) > MAX_MODELS:
+            return self._models["other"]
+        label = name if len(self._models) < MAX_MODELS else "other"
+        made = _ModelMetrics(
+            label,
+            *(
+                {target: of[target].labels(self._pool, label) for target in _TARGETS}
+                for of in (self._actual, self._predicted, self._error)
+            ),
+        )
+        self._models[label] = made
+        return made
 
 
 def objectives(sample: LatencySample) -> list[tuple[str, bool]]:

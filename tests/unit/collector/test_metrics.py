@@ -47,7 +47,7 @@ def test_a_request_that_broke_off_says_nothing_of_latency(
 ) -> None:
     metrics.observe(sample(outcome=Outcome.CLIENT_ABORT))
     labels = {"pool": "default", "model": "m"}
-    assert registry.get_sample_value("leadtime_collector_actual_ttft_seconds_count", labels) is None
+    assert registry.get_sample_value("leadtime_collector_actual_ttft_seconds_count", labels) == 0.0
     counted = {"pool": "default", "outcome": "client_abort"}
     assert registry.get_sample_value("leadtime_collector_samples_total", counted) == 1.0
 
