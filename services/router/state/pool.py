@@ -23,8 +23,8 @@ from services.router.state.vllm_metrics import EngineMetrics
 from shared.features import HARDWARE_CLASSES
 from shared.samples import LatencySample, Outcome
 
-# Process starts closer than this are one process: some exporters round, some servers answer from several processes.
-_SAME_START_S: Final = 1.0
+# Process starts closer than this are one process: exporters round to clock ticks.
+_SAME_START_S: Final = 0.02
 _MAX_RECORDS: Final = 16_384
 # How a wrong guess about an endpoint's cache changes the room that the index gives it.
 _CAPACITY_SHRINK: Final = 0.9

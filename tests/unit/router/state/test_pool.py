@@ -1,0 +1,261 @@
+import random
+
+import pytest
+
+from services.router.request.inference_request import InferenceRequest
+from services.router.request.tokens import TokenEstimator
+from services.router.state.errors import NoEndpoint
+from services.router.state.pool import PoolConfig, PoolState
+from services.router.state.vllm_metrics import Engine, EngineMetrics
+from shared.features import SCHEMA, hardware_code
+from shared.samples import LatencySample, Outcome, Rung
+
+A, B = "10.0.0.1:8000", "10.0.0.2:8000"
+
+
+def make_pool(*addresses: str, **config) -> PoolState:
+    pool = PoolState(PoolConfig(**config), salt=b"salt", tokens=TokenEstimator())
+    for address in addresses:
+        pool.add_endpoint(address, hardware_class=hardware_code("h100"), now_ms=0.0)
+        pool.set_models(address, frozenset({"m"}))
+        pool.set_ready(address, ready=True)
+    return pool
+
+
+def make_request(seed: int = 1, size: int = 8_192, **more) -> InferenceRequest:
+    prompt = random.Random(seed).randbytes(size)
+    fields = {"max_tokens": 50, "streamed": True, "text_bytes": size, **more}
+    return InferenceRequest(model="m", prompt=prompt, input_tokens=size / 4, **fields)
+
+
+def send(pool: PoolState, decision_id: str, address: str, request=None, *, now_ms=0.0, ttft_ms=100.0) -> bool:
+    request = request or make_request()
+    _, match = pool.snapshot(request, None, now_ms)
+    return pool.dispatch(decision_id, address, request, match, predicted_ttft_ms=ttft_ms, now_ms=now_ms)
+
+
+def make_sample(decision_id: str, endpoint: str = A, **more) -> LatencySample:
+    fields = {"outcome": Outcome.OK, "status": 200, **more}
+    return LatencySample(
+        decision_id=decision_id,
+        pool="default",
+        model="m",
+        endpoint=endpoint,
+        streamed=True,
+        received_unix_ms=0.0,
+        completed_unix_ms=1.0,
+        rung=Rung.HEURISTIC,
+        schema_hash=SCHEMA.hash,
+        features=[0.0] * len(SCHEMA),
+        **fields,
+    )
+
+
+def metrics(start: float | None = 100.0, **more) -> EngineMetrics:
+    return EngineMetrics(Engine.VLLM, 0.0, 0.0, 0.25, process_start_s=start, **more)
+
+
+def test_a_dispatch_is_seen_by_the_next_snapshot_and_gone_after_its_end():
+    pool = make_pool(A, B)
+    send(pool, "1", A)
+    candidates, _ = pool.snapshot(make_request(), None, 10.0)
+    assert candidates.addresses == (A, B)
+    assert candidates.pending_requests.tolist() == [1, 0]
+    assert candidates.pending_uncached_tokens.tolist() == [2_048, 0]
+    assert candidates.uncached_tokens.tolist() == [0, 2_048]
+    assert pool.in_flight == 1
+    assert pool.finish("1", 20.0)
+    assert not pool.finish("1", 21.0)
+    candidates, _ = pool.snapshot(make_request(), None, 30.0)
+    assert candidates.pending_requests.tolist() == [0, 0]
+
+
+def test_a_prefix_that_an_endpoint_has_is_not_counted_as_work():
+    pool = make_pool(A, B)
+    send(pool, "1", A)
+    send(pool, "2", A)
+    assert pool.ledger.pending(0) == (2, 2_048)
+
+
+def test_rejected_and_undecided_requests_leave_the_ledger_alone():
+    pool = make_pool()
+    for _ in range(100):
+        with pytest.raises(NoEndpoint):
+            pool.snapshot(make_request(), None, 0.0)
+    assert pool.in_flight == 0
+
+
+def test_a_dispatch_to_an_endpoint_that_is_gone_changes_nothing():
+    pool = make_pool(A, B)
+    request = make_request()
+    _, match = pool.snapshot(request, None, 0.0)
+    pool.remove_endpoint(A)
+    assert not pool.dispatch("1", A, request, match, predicted_ttft_ms=None, now_ms=1.0)
+    assert pool.in_flight == 0
+
+
+def test_a_removed_endpoint_is_no_candidate_and_its_prefixes_do_not_draw_requests():
+    pool = make_pool(A, B)
+    send(pool, "1", A)
+    pool.remove_endpoint(A)
+    candidates, _ = pool.snapshot(make_request(), None, 1.0)
+    assert candidates.addresses == (B,)
+    assert pool.in_flight == 1
+    pool.finish("1", 2.0)
+    assert [status.address for status in pool.endpoints(3.0)] == [B]
+    pool.add_endpoint(A, now_ms=4.0)
+    pool.set_models(A, frozenset({"m"}))
+    pool.set_ready(A, ready=True)
+    candidates, _ = pool.snapshot(make_request(), None, 5.0)
+    uncached = dict(zip(candidates.addresses, candidates.uncached_tokens.tolist(), strict=True))
+    assert uncached[A] == 2_048
+
+
+def test_an_endpoint_that_is_back_before_its_requests_ended_keeps_them():
+    pool = make_pool(A, B)
+    send(pool, "1", A)
+    pool.remove_endpoint(A)
+    pool.add_endpoint(A, hardware_class=0, now_ms=1.0)
+    assert pool.in_flight_at(A) == 1
+    assert pool.finish("1", 2.0)
+    assert len(pool.endpoints(3.0)) == 2
+
+
+def test_a_new_process_starts_cold_with_an_empty_ledger():
+    pool = make_pool(A)
+    assert not pool.observe_scrape(A, metrics(100.0), 0.0)
+    send(pool, "1", A)
+    assert not pool.observe_scrape(A, metrics(100.01), 1.0)
+    assert not pool.observe_scrape(A, metrics(90.0), 1.0)
+    assert pool.in_flight_at(A) == 1
+    assert pool.observe_scrape(A, metrics(160.0), 2.0)
+    assert pool.in_flight == 0
+    status = pool.endpoints(3.0)[0]
+    assert (status.incarnation, status.incarnations, status.models) == (160.0, 2, None)
+    candidates, _ = pool.snapshot(make_request(), None, 3.0)
+    assert candidates.uncached_tokens.tolist() == [2_048]
+    assert not pool.finish("1", 4.0)
+    assert pool.ledger.counts.late == 1
+
+
+def test_scraped_values_are_features_until_they_are_old():
+    pool = make_pool(A, scrape_limit_ms=1_000.0)
+    pool.observe_scrape(A, metrics(), 0.0)
+    candidates, _ = pool.snapshot(make_request(), None, 500.0)
+    assert (candidates.kv_cache_utilization[0], candidates.scrape_known[0]) == (0.25, 1.0)
+    candidates, _ = pool.snapshot(make_request(), None, 1_500.0)
+    assert (candidates.kv_cache_utilization[0], candidates.scrape_known[0]) == (0.0, 0.0)
+
+
+def test_a_page_without_request_counts_gives_no_scraped_values():
+    pool = make_pool(A)
+    pool.observe_scrape(A, EngineMetrics(Engine.UNKNOWN), 0.0)
+    candidates, _ = pool.snapshot(make_request(), None, 1.0)
+    assert candidates.scrape_known.tolist() == [0.0]
+
+
+def test_outcomes_teach_bytes_per_token_and_step_times():
+    pool = make_pool(A)
+    for number in range(200):
+        send(pool, str(number), A)
+        pool.finish(str(number), 1.0)
+        pool.observe_outcome(make_sample(str(number), input_tokens=4_096, tpot_ms=12.0), 2.0)
+    assert pool.tokens.bytes_per_token("m") == pytest.approx(2.0, rel=0.01)
+    candidates, _ = pool.snapshot(make_request(), None, 3.0)
+    assert candidates.step_time_ms.tolist() == [12.0]
+
+
+def test_token_ids_and_media_teach_no_bytes_per_token():
+    pool = make_pool(A)
+    send(pool, "1", A, make_request(text_bytes=0))
+    pool.observe_outcome(make_sample("1", input_tokens=10), 2.0)
+    assert pool.tokens.bytes_per_token("m") == 4.0
+
+
+def test_outcomes_of_another_router_teach_step_times_alone():
+    pool = make_pool(A)
+    pool.observe_outcome(make_sample("theirs", input_tokens=1, cached_tokens=0, ttft_ms=5.0, tpot_ms=9.0), 1.0)
+    pool.observe_outcome(make_sample("theirs", "10.9.9.9:1", tpot_ms=9.0), 1.0)
+    assert pool.tokens.bytes_per_token("m") == 4.0
+    assert pool.endpoints(1.0)[0].step_time_ms == 9.0
+
+
+def test_failed_outcomes_teach_nothing_and_have_the_endpoint_probed():
+    pool = make_pool(A)
+    suspects = []
+    pool.on_upstream_failure = suspects.append
+    send(pool, "1", A)
+    pool.observe_outcome(make_sample("1", outcome=Outcome.UPSTREAM_RESET, status=503, tpot_ms=1.0), 1.0)
+    pool.observe_outcome(make_sample("2", outcome=Outcome.CLIENT_ABORT, status=0), 1.0)
+    assert suspects == [A]
+    assert pool.endpoints(1.0)[0].step_time_ms is None
+
+
+def test_the_index_gets_less_room_where_the_server_finds_less_than_we_believed():
+    pool = make_pool(A)
+    pool.observe_scrape(A, metrics(kv_capacity_tokens=128_000), 0.0)
+    assert pool.prefixes.capacity(0) == 1_000
+    for number in range(12):
+        send(pool, str(number), A, now_ms=float(number))
+        pool.finish(str(number), number + 0.5)
+        pool.observe_outcome(make_sample(str(number), cached_tokens=0), number + 0.6)
+    shrunk = pool.prefixes.capacity(0)
+    assert shrunk < 500
+    for number in range(12, 300):
+        send(pool, str(number), A, now_ms=float(number))
+        pool.finish(str(number), number + 0.5)
+        pool.observe_outcome(make_sample(str(number), cached_tokens=2_048), number + 0.6)
+    assert pool.prefixes.capacity(0) > 900
+
+
+def test_a_miss_behind_others_in_prefill_says_nothing_about_the_cache():
+    pool = make_pool(A)
+    pool.observe_scrape(A, metrics(kv_capacity_tokens=128_000), 0.0)
+    send(pool, "first", A)
+    for number in range(20):
+        send(pool, str(number), A)
+        pool.observe_outcome(make_sample(str(number), cached_tokens=0), 1.0)
+    assert pool.prefixes.capacity(0) == 1_000
+
+
+def test_the_expected_answer_is_the_cap_or_what_calibration_learned():
+    pool = make_pool(A)
+    assert pool.expected_output_tokens(make_request(max_tokens=None)) is None
+    pool.set_expected_output_tokens({"m": 30.0})
+    assert pool.expected_output_tokens(make_request(max_tokens=None)) == 30.0
+    assert pool.expected_output_tokens(make_request(max_tokens=10)) == 10.0
+
+
+def test_records_of_dispatches_without_an_outcome_are_bounded():
+    pool = make_pool(A)
+    request = make_request(size=16)
+    _, match = pool.snapshot(request, None, 0.0)
+    for number in range(17_000):
+        pool.dispatch(str(number), A, request, match, predicted_ttft_ms=1.0, now_ms=0.0)
+        pool.finish(str(number), 0.0)
+    assert len(pool._records) <= 16_384
+
+
+def test_requests_that_name_no_model_may_go_to_any_ready_endpoint():
+    pool = make_pool(A, B)
+    pool.set_ready(B, ready=False)
+    assert pool.any_candidates(None, 0.0).addresses == (A,)
+
+
+def test_forgotten_prefixes_match_nothing():
+    pool = make_pool(A)
+    send(pool, "1", A)
+    pool.forget_prefixes()
+    candidates, _ = pool.snapshot(make_request(), None, 1.0)
+    assert candidates.uncached_tokens.tolist() == [2_048]
+
+
+def test_the_status_tells_unknown_values_as_none():
+    pool = make_pool(A)
+    status = pool.endpoints(5.0)[0]
+    assert (status.hardware_class, status.models, status.ready) == ("h100", ["m"], True)
+    assert (status.waiting_requests, status.scrape_age_ms, status.step_time_ms) == (None, None, None)
+    pool.observe_scrape(A, metrics(), 6.0)
+    status = pool.endpoints(10.0)[0]
+    assert (status.waiting_requests, status.scrape_age_ms, status.engine) == (0.0, 4.0, "vllm")
+    assert pool.ready_endpoints == 1
