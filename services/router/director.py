@@ -79,10 +79,10 @@ class Director:
         received_ms = self._clock.monotonic_ms()
         received_unix_ms = self._clock.unix_ms()
         try:
-            if body is None or route_of(head.path) is Route.OTHER:
+            if route_of(head.path) is Route.OTHER or (body is None and head.method != "POST"):
                 return self._pass_through(head, received_unix_ms)
             try:
-                request = parse(head.path, head.headers, body, self._state.tokens, self._options.parsing)
+                request = parse(head.path, head.headers, body or b"", self._state.tokens, self._options.parsing)
             except UnsupportedEncoding:  # the model server may know it: routed unread rather than refused
                 return self._pass_through(head, received_unix_ms)
             parsed_ms = self._clock.monotonic_ms()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -116,7 +117,7 @@ async def running(
             run_dir=directory,
             simulated=spec,
             api=Address(host, int(port)),
-            environment={"LEADTIME_TRAINER_RETRAIN_INTERVAL_S": "1", **(environment or {})},
+            environment={**os.environ, "LEADTIME_TRAINER_RETRAIN_INTERVAL_MS": "1000", **(environment or {})},
             predictors=predictors,
         )
         async with Stack(config, rng=random.Random()) as stack:

@@ -47,11 +47,6 @@ class RequestHead:
         """The path without its query."""
         return self.path.partition("?")[0]
 
-    @property
-    def content_length(self) -> int | None:
-        text = self.headers.get("content-length", "")
-        return int(text) if text.isascii() and text.isdigit() else None
-
 
 @dataclass(frozen=True, slots=True)
 class Routed:

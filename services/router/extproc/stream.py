@@ -86,11 +86,6 @@ class Stream:
         if message.request_headers.end_of_stream or mode == BodyMode.NONE:
             self._phase = _Phase.ANSWERED
             return Decide(self._head, None)
-        length = self._head.content_length
-        if length is not None and length > self._max_body_bytes:
-            # Said before the upload, not after it.
-            self._phase = _Phase.ANSWERED
-            return Answer(messages.immediate(BodyTooLarge(self._max_body_bytes)))
         self._phase = _Phase.BODY
         return Answer(messages.CONTINUE_REQUEST_HEADERS)
 
