@@ -31,8 +31,7 @@ def test_a_typo_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_readme_names_every_setting_reason_note_fate_and_metric() -> None:
     text = README.read_text()
-    settings = [f"LEADTIME_COLLECTOR_{name.upper()}" for name in CollectorSettings.model_fields]
-    settings = [name for name in settings if not name.endswith(("_NATS", "_TELEMETRY"))]
+    settings = [f"`{name.upper()}`" for name in CollectorSettings.model_fields if name not in {"nats", "telemetry"}]
     registry = CollectorRegistry()
     CollectorMetrics(registry, "default")
     metrics = [metric.name for metric in registry.collect()]
