@@ -432,7 +432,8 @@ class Ledger:
             ahead += entry.uncached_tokens * left
             left = 1.0
             share = (ahead + _AHEAD_FLOOR_TOKENS) / (entry.ahead_tokens + _AHEAD_FLOOR_TOKENS)
-            due_ms = now_ms + entry.predicted_ttft_ms * share
+            # Still in prefill at this age: its TTFT is no shorter, whatever was predicted.
+            due_ms = now_ms + max(entry.predicted_ttft_ms, now_ms - entry.dispatched_ms) * share
             entry.due_ms = due_ms if due_ms > entry.due_ms else (due_ms + entry.due_ms) / 2
 
     # --- moves --------------------------------------------------------------------------------------------------
