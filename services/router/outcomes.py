@@ -7,7 +7,7 @@ NATS is away is lost to the router and kept for the trainer.
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import nats
 import structlog
@@ -18,6 +18,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from shared.errors import FieldError
 from shared.names import samples_subject
 from shared.samples import LatencySample, decode_sample
+
+_FIRST_DELAY_S: Final = 0.2
+_LAST_DELAY_S: Final = 5.0
 
 
 class OutcomeSubscriber:
@@ -38,31 +41,46 @@ class OutcomeSubscriber:
         self._connected = Gauge(
             "leadtime_router_nats_connected", "Whether NATS is connected, 0 or 1.", registry=registry
         )
-        self._client: Client | None = None
 
     async def run(self) -> None:
-        """Subscribe and stay until cancelled."""
-        delay_s = 0.2
-        while self._client is None:
+        """Subscribe and stay until cancelled. A client that closes for good (the server said -ERR) is replaced."""
+        delay_s = _FIRST_DELAY_S
+        while True:
+            closed = asyncio.Event()
             try:
-                self._client = await nats.connect(
-                    **self._options,
-                    name="leadtime-router",
-                    disconnected_cb=self._on_disconnect,
-                    reconnected_cb=self._on_reconnect,
-                    error_cb=self._on_error,
-                )
+                client = await self._connect(closed)
             except (OSError, nats.errors.Error, TimeoutError) as error:
                 self._log.info("waiting for nats", error=type(error).__name__)
-                await asyncio.sleep(delay_s)
-                delay_s = min(5.0, delay_s * 2)
+            else:
+                delay_s = _FIRST_DELAY_S
+                await self._read_until(closed, client)
+                self._log.warning("nats connection closed; connecting anew")
+            self._connected.set(0)
+            await asyncio.sleep(delay_s)
+            delay_s = min(_LAST_DELAY_S, delay_s * 2)
+
+    async def _connect(self, closed: asyncio.Event) -> Client:
+        async def on_closed() -> None:
+            closed.set()
+
+        client = await nats.connect(
+            **self._options,
+            name="leadtime-router",
+            disconnected_cb=self._on_disconnect,
+            reconnected_cb=self._on_reconnect,
+            closed_cb=on_closed,
+            error_cb=self._on_error,
+        )
         self._connected.set(1)
-        await self._client.subscribe(samples_subject(self._pool), cb=self._on_sample)
+        return client
+
+    async def _read_until(self, closed: asyncio.Event, client: Client) -> None:
         try:
-            await asyncio.Event().wait()
+            await client.subscribe(samples_subject(self._pool), cb=self._on_sample)
+            await closed.wait()
         finally:
             with contextlib.suppress(Exception):  # closing a connection that is already gone
-                await self._client.close()
+                await client.close()
 
     async def _on_sample(self, message: Msg) -> None:
         try:
