@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from shared.bundle import Calibration
 from shared.errors import IntegrityError
 from shared.features import SCHEMA
-from shared.inference import CPU_PROVIDER, MAX_LOG_CORRECTION, BundleModel, as_columns, calibrate
+from shared.inference import (
+    CPU_PROVIDER,
+    MAX_LOG_CORRECTION,
+    BundleModel,
+    CompiledCalibration,
+    as_columns,
+    calibrate,
+)
 from tests.bundles import OUTPUTS, default_weights, expected, linear_graph, make_bundle, rows_of
 
 VERSION = "1700000000000-0123abcd"
@@ -118,3 +125,13 @@ def test_quantiles_never_cross_and_no_correction_exceeds_its_bound(raw, bias, of
 def test_columns_are_named_by_the_bundles_own_outputs():
     columns = as_columns(np.array([[1, 2], [3, 4]], np.float32), ("ttft_p50", "in_range"))
     assert {name: column.tolist() for name, column in columns.items()} == {"ttft_p50": [1, 3], "in_range": [2, 4]}
+
+
+def test_a_compiled_calibration_may_be_applied_again_and_again():
+    compiled = CompiledCalibration(
+        calibration(log_bias={"ttft": 0.5}, endpoint_log_bias={"ttft": {"10.0.0.1:8000": 0.1}}), QUANTILES
+    )
+    raw, backlog = np.full((2, 3), 100, np.float32), np.zeros(2, np.float32)
+    first = compiled.apply(raw, backlog, ["10.0.0.1:8000", "10.0.0.9:8000"])
+    assert np.array_equal(compiled.apply(raw, backlog, ["10.0.0.1:8000", "10.0.0.9:8000"]), first)
+    assert (raw == 100).all()
