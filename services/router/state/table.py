@@ -1,8 +1,8 @@
 """Every endpoint the router knows, one column per quantity, and the frozen snapshot of one decision. Pure.
 
-Columns are rows of one float64 matrix, indexed by slot: the ledger and the scraper write single cells, a decision
-copies the columns of its candidates with one `take` and never loops over candidates in Python. Which slots serve a
-model is kept as an index array until an endpoint changes.
+Columns are rows of two matrices (values in float32, instants and what grows with time in float64), indexed by slot: the
+ledger and the scraper write single cells, a decision copies the columns of its candidates with one `take` of each and
+never loops over candidates in Python. Which slots serve a model is kept as an index array until an endpoint changes.
 
 Lifecycle: `add` → not ready → `set_ready` → candidate → `retire` (gone from discovery, its requests still run) →
 `remove`. A retired endpoint that comes back before its last request ends goes on with all it had.
@@ -23,36 +23,41 @@ from services.router.request.errors import RejectReason
 from services.router.state.errors import ModelNotFound, NoEndpoint
 from services.router.state.snapshot import Candidates
 
-FloatRow = npt.NDArray[np.float64]
-
 # A client names models and a gateway subsets: neither may make these caches grow without bound.
 _MAX_GROUPS: Final = 1024
 
 
-class _Row(IntEnum):
-    """Rows of the matrix. Ages are kept as instants (ms), −inf or +inf where there is none."""
+class _Value(IntEnum):
+    """Rows of the float32 matrix: what a decision reads as it is."""
 
     PENDING_UNCACHED_TOKENS = 0
     PENDING_REQUESTS = 1
-    OLDEST_PENDING_MS = 2
-    DECODING_REQUESTS = 3
-    DECODE_INPUT_TOKENS = 4
-    DECODE_SINCE_SUM_MS = 5
-    STEP_TIME_MS = 6
-    STEP_TIME_KNOWN = 7
-    WAITING_REQUESTS = 8
-    RUNNING_REQUESTS = 9
-    KV_CACHE_UTILIZATION = 10
-    SCRAPED_AT_MS = 11
-    HARDWARE_CLASS = 12
+    DECODING_REQUESTS = 2
+    STEP_TIME_MS = 3
+    STEP_TIME_KNOWN = 4
+    HARDWARE_CLASS = 5
+    WAITING_REQUESTS = 6
+    RUNNING_REQUESTS = 7
+    KV_CACHE_UTILIZATION = 8
 
 
-_ROWS: Final = len(_Row)
-_EMPTY: Final = np.zeros(_ROWS)
-_EMPTY[_Row.OLDEST_PENDING_MS] = np.inf
-_EMPTY[_Row.SCRAPED_AT_MS] = -np.inf
+class _Instant(IntEnum):
+    """Rows of the float64 matrix: what depends on the time of the decision. Instants in monotonic ms."""
+
+    OLDEST_PENDING = 0
+    SCRAPED = 1
+    DECODE_SINCE_MEAN = 2
+    DECODE_INPUT_TOKENS = 3
+    TOKENS_PER_MS = 4
+
+
+# Not infinity: an age times 0 must be 0.
+_NEVER_MS: Final = 1e18
+_EMPTY_VALUES: Final = np.zeros((len(_Value), 1), np.float32)
+_EMPTY_INSTANTS: Final = np.array([[_NEVER_MS], [-_NEVER_MS], [0.0], [0.0], [0.0]])
 # Weight of the newest step time; half of an old one's weight is gone after 6 outcomes.
 _STEP_TIME_GAIN: Final = 0.1
+_MIN_STEP_MS: Final = 0.1
 
 
 @dataclass(slots=True)
@@ -97,22 +102,28 @@ class EndpointTable:
         self._by_slot: dict[int, Endpoint] = {}
         self._free: list[int] = list(range(capacity - 1, -1, -1))
         self._groups: dict[tuple[str | None, frozenset[str] | None], _Group] = {}
-        self._matrix = np.tile(_EMPTY[:, None], (1, capacity))
+        self._values = np.tile(_EMPTY_VALUES, (1, capacity))
+        self._instants = np.tile(_EMPTY_INSTANTS, (1, capacity))
         self._bind()
 
     def _bind(self) -> None:
-        rows = list(self._matrix)
-        self._pending_tokens: FloatRow = rows[_Row.PENDING_UNCACHED_TOKENS]
-        self._pending: FloatRow = rows[_Row.PENDING_REQUESTS]
-        self._oldest_ms: FloatRow = rows[_Row.OLDEST_PENDING_MS]
-        self._decoding: FloatRow = rows[_Row.DECODING_REQUESTS]
-        self._decode_input: FloatRow = rows[_Row.DECODE_INPUT_TOKENS]
-        self._decode_since: FloatRow = rows[_Row.DECODE_SINCE_SUM_MS]
+        """Row views for the writes of every dispatch and end."""
+        values, instants = self._values, self._instants
+        self._pending_tokens = values[_Value.PENDING_UNCACHED_TOKENS]
+        self._pending = values[_Value.PENDING_REQUESTS]
+        self._decoding = values[_Value.DECODING_REQUESTS]
+        self._oldest = instants[_Instant.OLDEST_PENDING]
+        self._decode_since = instants[_Instant.DECODE_SINCE_MEAN]
+        self._decode_input = instants[_Instant.DECODE_INPUT_TOKENS]
+
+    def _blank(self, slot: int) -> None:
+        self._values[:, slot] = _EMPTY_VALUES[:, 0]
+        self._instants[:, slot] = _EMPTY_INSTANTS[:, 0]
 
     @property
     def capacity(self) -> int:
         """Slots there are; every slot number is below it."""
-        return int(self._matrix.shape[1])
+        return int(self._values.shape[1])
 
     def __len__(self) -> int:
         return len(self._by_address)
@@ -139,10 +150,10 @@ class EndpointTable:
             endpoint = Endpoint(address, host, slot, hardware_class, now_ms)
             self._by_address[address] = endpoint
             self._by_slot[slot] = endpoint
-            self._matrix[:, slot] = _EMPTY
+            self._blank(slot)
         endpoint.retired = False
         endpoint.hardware_class = hardware_class
-        self._matrix[_Row.HARDWARE_CLASS, endpoint.slot] = hardware_class
+        self._values[_Value.HARDWARE_CLASS, endpoint.slot] = hardware_class
         self._groups.clear()
         return endpoint
 
@@ -157,15 +168,14 @@ class EndpointTable:
             return
         del self._by_address[endpoint.address]
         del self._by_slot[endpoint.slot]
-        self._matrix[:, endpoint.slot] = _EMPTY
+        self._blank(endpoint.slot)
         self._free.append(endpoint.slot)
         self._groups.clear()
 
     def _grow(self) -> None:
         old = self.capacity
-        matrix = np.tile(_EMPTY[:, None], (1, 2 * old))
-        matrix[:, :old] = self._matrix
-        self._matrix = matrix
+        self._values = np.hstack([self._values, np.tile(_EMPTY_VALUES, (1, old))])
+        self._instants = np.hstack([self._instants, np.tile(_EMPTY_INSTANTS, (1, old))])
         self._free = list(range(2 * old - 1, old - 1, -1))
         self._bind()
 
@@ -189,8 +199,8 @@ class EndpointTable:
         endpoint.first_seen_ms = now_ms
         endpoint.incarnations += 1
         endpoint.models = None
-        self._matrix[:, endpoint.slot] = _EMPTY
-        self._matrix[_Row.HARDWARE_CLASS, endpoint.slot] = endpoint.hardware_class
+        self._blank(endpoint.slot)
+        self._values[_Value.HARDWARE_CLASS, endpoint.slot] = endpoint.hardware_class
         self._groups.clear()
 
     # --- cells --------------------------------------------------------------------------------------------------
@@ -212,39 +222,38 @@ class EndpointTable:
         """
         self._pending_tokens[slot] = pending_tokens
         self._pending[slot] = pending_requests
-        self._oldest_ms[slot] = oldest_pending_ms
+        self._oldest[slot] = oldest_pending_ms
         self._decoding[slot] = decoding_requests
         self._decode_input[slot] = decode_input_tokens
-        self._decode_since[slot] = decode_since_sum_ms
+        self._decode_since[slot] = decode_since_sum_ms / decoding_requests if decoding_requests else 0.0
 
     def set_scraped(
         self, slot: int, *, waiting_requests: float, running_requests: float, kv_cache_utilization: float, now_ms: float
     ) -> None:
         """What the server said at `now_ms`."""
-        column = self._matrix[:, slot]
-        column[_Row.WAITING_REQUESTS] = max(waiting_requests, 0.0)
-        column[_Row.RUNNING_REQUESTS] = max(running_requests, 0.0)
-        column[_Row.KV_CACHE_UTILIZATION] = kv_cache_utilization
-        column[_Row.SCRAPED_AT_MS] = now_ms
+        column = self._values[:, slot]
+        column[_Value.WAITING_REQUESTS] = max(waiting_requests, 0.0)
+        column[_Value.RUNNING_REQUESTS] = max(running_requests, 0.0)
+        column[_Value.KV_CACHE_UTILIZATION] = kv_cache_utilization
+        self._instants[_Instant.SCRAPED, slot] = now_ms
 
     def step_time_ms(self, slot: int) -> float | None:
         """The moving average of the time per output token; None before the first outcome."""
-        known = self._matrix[_Row.STEP_TIME_KNOWN, slot]
-        return float(self._matrix[_Row.STEP_TIME_MS, slot]) if known else None
+        known = self._values[_Value.STEP_TIME_KNOWN, slot]
+        return float(self._values[_Value.STEP_TIME_MS, slot]) if known else None
 
     def observe_step_time(self, slot: int, tpot_ms: float) -> None:
         """Fold one outcome's time per output token into the endpoint's moving average."""
-        column = self._matrix[:, slot]
-        if column[_Row.STEP_TIME_KNOWN]:
-            column[_Row.STEP_TIME_MS] += _STEP_TIME_GAIN * (tpot_ms - column[_Row.STEP_TIME_MS])
-        else:
-            column[_Row.STEP_TIME_MS] = tpot_ms
-            column[_Row.STEP_TIME_KNOWN] = 1.0
+        known = self.step_time_ms(slot)
+        average = tpot_ms if known is None else known + _STEP_TIME_GAIN * (tpot_ms - known)
+        self._values[_Value.STEP_TIME_MS, slot] = average
+        self._values[_Value.STEP_TIME_KNOWN, slot] = 1.0
+        self._instants[_Instant.TOKENS_PER_MS, slot] = 1.0 / max(average, _MIN_STEP_MS)
 
     def scrape_age_ms(self, slot: int, now_ms: float) -> float | None:
         """Age of the newest scrape, however old; None if there was none."""
-        at = float(self._matrix[_Row.SCRAPED_AT_MS, slot])
-        return None if at == -np.inf else max(0.0, now_ms - at)
+        at_ms = float(self._instants[_Instant.SCRAPED, slot])
+        return None if at_ms == -_NEVER_MS else max(0.0, now_ms - at_ms)
 
     # --- the snapshot -------------------------------------------------------------------------------------------
 
@@ -278,36 +287,37 @@ class EndpointTable:
         self, group: _Group, input_tokens: float, matched_tokens: npt.NDArray[np.float32], now_ms: float
     ) -> Candidates:
         slots = group.slots
-        values = self._matrix.take(slots, axis=1)
-        scrape_age = now_ms - values[_Row.SCRAPED_AT_MS]
-        known = (scrape_age <= self.scrape_limit_ms).astype(np.float64)
-        values[_Row.WAITING_REQUESTS : _Row.KV_CACHE_UTILIZATION + 1] *= known
-        scrape_age[known == 0.0] = 0.0
-        oldest_age = now_ms - values[_Row.OLDEST_PENDING_MS]
-        # A request in decode has grown by one token per step since its first: the sum needs no loop over requests.
-        decode = values[_Row.DECODING_REQUESTS] * now_ms - values[_Row.DECODE_SINCE_SUM_MS]
-        decode *= values[_Row.STEP_TIME_KNOWN]
-        decode /= np.maximum(values[_Row.STEP_TIME_MS], 1e-3)
-        np.maximum(decode, 0.0, out=decode)
-        decode += values[_Row.DECODE_INPUT_TOKENS]
-        columns = values.astype(np.float32)
+        values = self._values.take(slots, axis=1)
+        instants = self._instants.take(slots, axis=1)
+        ages = np.maximum(now_ms - instants[: _Instant.DECODE_INPUT_TOKENS], 0.0)
+        known = ages[_Instant.SCRAPED] <= self.scrape_limit_ms
+        ages[_Instant.SCRAPED] *= known
+        values[_Value.WAITING_REQUESTS :] *= known
+        pending_tokens, pending, decoding, step, step_known, hardware, waiting, running, kv = values
+        # A request in decode has grown by one token per step since its first: the mean needs no loop over requests.
+        growth = ages[_Instant.DECODE_SINCE_MEAN]
+        growth *= decoding
+        growth *= instants[_Instant.TOKENS_PER_MS]
+        growth += instants[_Instant.DECODE_INPUT_TOKENS]
+        oldest_age, scrape_age, decode_tokens = ages.astype(np.float32)
+        uncached = np.float32(input_tokens) - matched_tokens.take(slots)
         return Candidates(
-            addresses=group.addresses,
-            slots=slots,
-            uncached_tokens=np.maximum(np.float32(input_tokens) - matched_tokens.take(slots), np.float32(0.0)),
-            pending_uncached_tokens=columns[_Row.PENDING_UNCACHED_TOKENS],
-            pending_requests=columns[_Row.PENDING_REQUESTS],
-            oldest_pending_age_ms=np.maximum(oldest_age, 0.0).astype(np.float32),
-            decoding_requests=columns[_Row.DECODING_REQUESTS],
-            decode_context_tokens=decode.astype(np.float32),
-            step_time_ms=columns[_Row.STEP_TIME_MS],
-            step_time_known=columns[_Row.STEP_TIME_KNOWN],
-            waiting_requests=columns[_Row.WAITING_REQUESTS],
-            running_requests=columns[_Row.RUNNING_REQUESTS],
-            kv_cache_utilization=columns[_Row.KV_CACHE_UTILIZATION],
-            scrape_age_ms=np.maximum(scrape_age, 0.0).astype(np.float32),
-            scrape_known=known.astype(np.float32),
-            hardware_class=columns[_Row.HARDWARE_CLASS],
+            group.addresses,
+            slots,
+            np.maximum(uncached, np.float32(0.0), out=uncached),
+            pending_tokens,
+            pending,
+            oldest_age,
+            decoding,
+            decode_tokens,
+            step,
+            step_known,
+            waiting,
+            running,
+            kv,
+            scrape_age,
+            known.astype(np.float32),
+            hardware,
         )
 
     def _group(self, model: str | None, subset: frozenset[str] | None) -> _Group:

@@ -120,6 +120,25 @@ def test_the_ledgers_sums_and_ages_are_those_of_the_moment():
     assert found.decode_context_tokens.tolist() == [930.0]
 
 
+def test_contexts_are_told_to_the_token_however_long_the_machine_has_been_up():
+    table = EndpointTable()
+    slot = add(table, "10.0.0.1:1", "m").slot
+    table.observe_step_time(slot, 10.0)
+    up_ms = 3.1e10  # a year: float32 steps by 2048 ms here
+    table.set_load(
+        slot,
+        pending_tokens=0,
+        pending_requests=1,
+        oldest_pending_ms=up_ms - 7.0,
+        decoding_requests=200,
+        decode_input_tokens=1_000,
+        decode_since_sum_ms=round(200 * (up_ms - 50.0)),
+    )
+    found = candidates(table, now_ms=up_ms)
+    assert found.decode_context_tokens[0] == pytest.approx(2_000.0)
+    assert found.oldest_pending_age_ms[0] == pytest.approx(7.0)
+
+
 def test_a_scraped_value_counts_until_it_is_too_old():
     table = EndpointTable(scrape_limit_ms=5_000.0)
     slot = add(table, "10.0.0.1:1", "m").slot
