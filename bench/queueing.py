@@ -57,6 +57,7 @@ class Scenario:
 
 @dataclass(slots=True)
 class _Request:
+    number: int
     arrived_ms: float
     input_tokens: int
     uncached_tokens: int
@@ -119,7 +120,7 @@ class _Pod:
             for request in finished:
                 request.first_ms = self.now_ms
                 self.context_tokens += request.input_tokens + 1
-                heapq.heappush(self.decoding, (self.steps + request.output_tokens - 1, id(request), request))
+                heapq.heappush(self.decoding, (self.steps + request.output_tokens - 1, request.number, request))
             while self.decoding and self.decoding[0][0] <= self.steps:
                 request = heapq.heappop(self.decoding)[2]
                 request.last_ms = self.now_ms
@@ -198,7 +199,7 @@ def observe(count: int, *, seed: int, scenario: Scenario | None = None) -> Obser
             values.append(float(row[name]))
         inflight.append(pod.inflight_input_tokens)
         pod.inflight_input_tokens += input_tokens
-        request = _Request(now_ms, input_tokens, uncached, output_tokens, uncached)
+        request = _Request(len(requests), now_ms, input_tokens, uncached, output_tokens, uncached)
         pod.pending.append(request)
         requests.append(request)
         chosen.append(index)

@@ -21,6 +21,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
 from nats.js.errors import NotFoundError
 
+from services.trainer.cancellation import raise_if_cancelled
 from services.trainer.intake import POISON, Intake, Reject, Taken
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.settings import TrainerSettings
@@ -56,7 +57,8 @@ class SampleConsumer:
         self._log = structlog.get_logger()
         self._subject = samples_subject(settings.pool)
         self._durable = trainer_durable(settings.pool)
-        self._rebuilt = False
+        self.rebuilt = False
+        """Whether the replay of this run is over."""
         self._last_sequence = 0
         self._stream_created: Any = None
         self._failing = False
@@ -65,13 +67,14 @@ class SampleConsumer:
 
     async def run(self) -> None:
         """Consume until cancelled."""
-        self._rebuilt = False
+        self.rebuilt = False
         client = await self._connect()
         try:
             while True:
                 try:
                     await self._session(client)
                 except (nats.errors.Error, TimeoutError, OSError) as error:
+                    raise_if_cancelled()
                     self._failed(error)
                     await asyncio.sleep(RETRY_S)
         finally:
@@ -97,9 +100,9 @@ class SampleConsumer:
         """Ensure, replay once, follow; ends only by an error."""
         stream = client.jetstream(timeout=CALL_TIMEOUT_S)
         await self._ensure_stream(stream)
-        if not self._rebuilt:
+        if not self.rebuilt:
             await self._replay(stream)
-            self._rebuilt = True
+            self.rebuilt = True
             self._on_rebuilt()
         await self._ensure_durable(stream)
         subscription = await stream.pull_subscribe_bind(durable=self._durable, stream=SAMPLES_STREAM)
@@ -183,6 +186,7 @@ class SampleConsumer:
         while True:
             messages = await _fetch(subscription, self._settings.fetch_samples, self._settings.fetch_timeout_ms / 1e3)
             if messages:
+                self._recovered()
                 self._last_sequence = max(self._last_sequence, messages[-1].metadata.sequence.stream)
                 self._metrics.redeliveries.inc(sum(message.metadata.num_delivered > 1 for message in messages))
                 _, poison = self._examine(messages, replayed=False)
@@ -191,6 +195,7 @@ class SampleConsumer:
                 checked_s = loop.time()
             elif loop.time() - checked_s > IDLE_CHECK_S:
                 await subscription.consumer_info()
+                self._recovered()
                 checked_s = loop.time()
 
     def _examine(self, messages: Sequence[Msg], *, replayed: bool) -> tuple[int, frozenset[int]]:
@@ -227,7 +232,8 @@ class SampleConsumer:
 
 async def _fetch(subscription: JetStreamContext.PullSubscription, size: int, timeout_s: float) -> list[Msg]:
     """Up to `size` messages; none when the time is over. Raises nats.errors.Error."""
-    try:
-        return list(await subscription.fetch(size, timeout=timeout_s))
-    except nats.errors.TimeoutError:
-        return []
+    messages: list[Msg] = []
+    with contextlib.suppress(TimeoutError):
+        messages = list(await subscription.fetch(size, timeout=timeout_s))
+    raise_if_cancelled()
+    return messages

@@ -246,7 +246,7 @@ def parity_rows(
         for target in model.targets.values()
         for booster in (target.residual, target.spread)
         if booster is not None
-        for column, value in _splits(booster)
+        for column, value in split_points(booster)
         if column < len(SCHEMA)
     ]
     if splits:
@@ -256,7 +256,8 @@ def parity_rows(
     return np.concatenate([real, drawn(512, 1.0), drawn(256, 8.0), on_splits])
 
 
-def _splits(booster: xgb.Booster) -> list[tuple[int, float]]:
+def split_points(booster: xgb.Booster) -> list[tuple[int, float]]:
+    """Every split of a booster: column of the tree matrix, threshold."""
     trees = orjson.loads(bytes(booster.save_raw("json")))["learner"]["gradient_booster"]["model"]["trees"]
     return [
         (tree["split_indices"][node], tree["split_conditions"][node])

@@ -39,13 +39,15 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event) -> None:
         structlog.get_logger().info("trainer listening", host=host, port=port, pool=settings.pool)
         training = asyncio.create_task(trainer.run(), name="trainer")
         stopping = asyncio.create_task(stop.wait(), name="stop")
-        # The conductor ends only by a fault of ours: the service ends with it, visibly.
-        await asyncio.wait({training, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        readiness.stopping = True
-        for task in (training, stopping):
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await training
+        try:
+            # The conductor ends only by a fault of ours: the service ends with it, visibly.
+            await asyncio.wait({training, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            readiness.stopping = True
+            for task in (training, stopping):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await training
     await redis.aclose()
 
 

@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 
 from services.trainer.basis import backlog_tokens
 from services.trainer.calibrate import Calibrator, OutputLengths
+from services.trainer.cancellation import raise_if_cancelled
 from services.trainer.champion import Champion
 from services.trainer.consumer import SampleConsumer
 from services.trainer.cycle import CycleReport, observe_rows, run_cycle, warmed
@@ -148,6 +149,7 @@ class Trainer:
                 self._store_answered()
             except (RedisError, OSError, TimeoutError) as error:
                 self._store_failed(error)
+            raise_if_cancelled()
 
     async def _restore(self) -> None:
         """Take what Redis holds as champion; a bundle that can't be used is left, and a new one replaces it."""
@@ -207,6 +209,8 @@ class Trainer:
         pause_s = min(0.5, self._settings.retrain_interval_ms / 4e3)
         while True:
             await asyncio.sleep(pause_s)
+            if not self._consumer.rebuilt:
+                continue
             due, _ = cadence.due(
                 now_ms=self._clock.monotonic_ms(),
                 last_fit_ms=self._last_fit_ms,
@@ -283,7 +287,9 @@ class Trainer:
                 self._store_failed(error)
             self._adopted.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._adopted.wait(), self._settings.calibration_interval_ms / 1e3)
+                async with asyncio.timeout(self._settings.calibration_interval_ms / 1e3):
+                    await self._adopted.wait()
+            raise_if_cancelled()
 
     async def _publish_bundle(self) -> None:
         champion = self._champion

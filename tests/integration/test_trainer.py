@@ -1,0 +1,402 @@
+"""The trainer against a real NATS with JetStream and a real Redis-protocol server."""
+
+import contextlib
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import orjson
+import pytest
+import redis.asyncio
+
+from bench.queueing import as_samples, observe
+from services.trainer import trainer as conductor
+from shared.bundle import BundleGate, BundleRefusedError, Calibration, unseal
+from shared.features import SCHEMA
+from shared.inference import BundleModel
+from shared.names import (
+    BUNDLES_CHANNEL,
+    SAMPLES_STREAM,
+    bundle_key,
+    bundle_pointer_key,
+    calibration_key,
+    samples_subject,
+    trainer_durable,
+    trainer_lease_key,
+)
+from shared.samples import encode_sample
+from tests.integration.trainer_service import publish, running_trainer, stream
+from tests.servers import NatsServer, RedisServer, ServerProcess, fetch, free_port, until
+
+POINTER = bundle_pointer_key("default", SCHEMA.hash)
+SAMPLES = as_samples(observe(1200, seed=21))
+
+
+@contextlib.asynccontextmanager
+async def store(server: RedisServer):
+    client = redis.asyncio.Redis.from_url(server.url)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def consumer_state(context):
+    return await context.consumer_info(SAMPLES_STREAM, trainer_durable("default"))
+
+
+async def test_samples_become_a_bundle_and_a_calibration(nats, redis):
+    """The notice comes when blob and pointer are there, and both load as a reader loads them."""
+    async with stream(nats.url) as context, store(redis) as client, client.pubsub() as notices:
+        await notices.subscribe(BUNDLES_CHANNEL)
+        async with running_trainer(nats.url, redis.url) as trainer:
+            assert (await until(trainer.model, "an answer"))["state"] == "cold"
+            await publish(context, SAMPLES[:150])
+
+            async def next_notice():
+                return await notices.get_message(ignore_subscribe_messages=True, timeout=0.1)
+
+            notice = orjson.loads((await until(next_notice, "a notice"))["data"])
+            assert notice == {"pool": "default", "schema": SCHEMA.hash, "version": notice["version"]}
+            blob = await client.get(bundle_key("default", SCHEMA.hash, notice["version"]))
+            assert await client.get(POINTER) is not None
+            model = BundleModel(BundleGate("default", None).open(notice["version"], blob))
+            assert {"ttft_p50", "tpot_p50", "e2e_p50", "in_range"} <= set(model.outputs)
+
+            async def calibrated():
+                sealed = await client.get(calibration_key("default"))
+                found = Calibration.decode(unseal(sealed, None), pool="default") if sealed else None
+                return found if found and found.bundle_version == await trainer.published() else None
+
+            first = await until(calibrated, "a calibration of the published bundle")
+            assert first.expected_output_tokens["sim-model"] > 1
+            await publish(context, SAMPLES[150:200])
+
+            async def newer():
+                return (await calibrated() or first).sequence > first.sequence
+
+            await until(newer, "a newer calibration")
+            view = await trainer.model()
+            assert view["state"] == "ready"
+            assert view["decisions"][-1]["reason"] == "accepted"
+            assert view["champion_fit"]["parity"]["max_relative_error"] <= 1e-4
+            assert await trainer.metric("leadtime_trainer_redeliveries_total") == 0
+        assert trainer.task.exception() is None
+
+
+async def test_a_restart_rebuilds_the_window_by_replay_without_doubles(nats, redis):
+    async with stream(nats.url) as context:
+        async with running_trainer(nats.url, redis.url) as trainer:
+            await publish(context, SAMPLES[:300])
+            await trainer.taken(300)
+            version = await trainer.published()
+        await publish(context, SAMPLES[300:320])
+        async with running_trainer(nats.url, redis.url, retrain_interval_ms=3_600_000) as trainer:
+            await trainer.taken(320)
+            view = await trainer.model()
+            assert view["window"]["rows"] == 320
+            await publish(context, SAMPLES[320:400])
+            await trainer.taken(400)
+
+            async def settled():
+                state = await consumer_state(context)
+                return state.num_pending == 0 and state.num_ack_pending == 0
+
+            await until(settled, "everything is acknowledged")
+            assert (await trainer.model())["window"]["taken"] == 400
+            assert await trainer.metric("leadtime_trainer_redeliveries_total") == 0
+        assert version
+
+
+async def test_a_saved_bundle_is_served_until_a_hundred_samples_came(nats, redis):
+    async with stream(nats.url) as context:
+        async with running_trainer(nats.url, redis.url, retrain_interval_ms=3_600_000) as trainer:
+            await publish(context, SAMPLES[:40])
+            await trainer.taken(40)
+            version = await trainer.published()
+        async with running_trainer(nats.url, redis.url) as trainer:
+            await trainer.taken(40)
+            view = await trainer.model()
+            assert (view["state"], view["bundle"]["version"], view["samples_needed"]) == ("warming", version, 100)
+            await publish(context, SAMPLES[40:140])
+            assert await trainer.published(after=version) > version
+
+
+async def test_poison_blocks_nothing_and_is_not_sent_again(nats, redis):
+    async with stream(nats.url) as context, running_trainer(nats.url, redis.url, ack_wait_ms=1_000) as trainer:
+        await until(trainer.model, "an answer")
+        subject = samples_subject("default")
+        await context.publish(subject, b"not a sample")
+        await context.publish(subject, encode_sample(msgspec.structs.replace(SAMPLES[0], pool="other")))
+        await context.publish(subject, encode_sample(msgspec.structs.replace(SAMPLES[1], schema_hash="0" * 16)))
+        await context.publish(subject, encode_sample(msgspec.structs.replace(SAMPLES[2], ttft_ms=-1.0)))
+        await publish(context, SAMPLES[:50])
+        await trainer.taken(50)
+
+        async def settled():
+            state = await consumer_state(context)
+            return state.num_pending == 0 and state.num_ack_pending == 0
+
+        await until(settled, "nothing is left in the consumer")
+        for reason, count in (("malformed", 2), ("pool", 1), ("schema", 1), ("duplicate", 0)):
+            line = f'leadtime_trainer_samples_rejected_total{{reason="{reason}"}}'
+            assert await trainer.metric(line) == count
+        assert (await consumer_state(context)).num_redelivered == 0
+
+
+async def test_nats_may_restart(nats, redis):
+    async with stream(nats.url) as context, running_trainer(nats.url, redis.url) as trainer:
+        await publish(context, SAMPLES[:50])
+        await trainer.taken(50)
+        await nats.stop()
+        assert (await fetch(f"{trainer.url}/healthz"))[0] == 200
+        await nats.start()
+
+        async def again():
+            try:
+                await publish(context, SAMPLES[50:120])
+            except Exception:
+                return False
+            return True
+
+        await until(again, "the publisher has reconnected")
+        await trainer.taken(120)
+        assert (await trainer.model())["window"]["rows"] == 120
+
+
+async def test_a_stream_that_was_lost_is_made_again(nats, redis):
+    async with stream(nats.url) as context, running_trainer(nats.url, redis.url) as trainer:
+        await publish(context, SAMPLES[:50])
+        await trainer.taken(50)
+        await context.delete_stream(SAMPLES_STREAM)
+
+        async def there():
+            with contextlib.suppress(Exception):
+                return await consumer_state(context)
+
+        await until(there, "stream and consumer are back")
+        await publish(context, SAMPLES[50:80])
+        await trainer.taken(80)
+
+
+async def test_redis_may_come_back_empty(nats, redis):
+    """Lease, bundle and calibration are written again, from memory."""
+    async with stream(nats.url) as context, running_trainer(nats.url, redis.url, lease_ttl_ms=1_000) as trainer:
+        await publish(context, SAMPLES[:120])
+        await trainer.taken(120)
+        version = await trainer.published()
+        await redis.stop()
+        await publish(context, SAMPLES[120:200])
+        await trainer.taken(200)
+
+        async def noticed():
+            return await trainer.metric("leadtime_trainer_store_errors_total")
+
+        await until(noticed, "the loss is noticed")
+        assert (await fetch(f"{trainer.url}/readyz"))[0] == 503
+        await redis.start()
+        async with store(redis) as client:
+
+            async def whole():
+                pointer = await client.get(POINTER)
+                return (
+                    pointer
+                    and await client.exists(bundle_key("default", SCHEMA.hash, pointer.decode()))
+                    and await client.exists(calibration_key("default"))
+                    and await client.exists(trainer_lease_key("default"))
+                )
+
+            await until(whole, "bundle, calibration and lease are back")
+            assert (await client.get(POINTER)).decode() >= version
+        assert (await trainer.model())["window"]["taken"] == 200
+
+
+@pytest.mark.parametrize("first", ["nats", "redis"])
+async def test_it_starts_with_nothing_there_and_takes_what_comes(tmp_path: Path, first):
+    (tmp_path / "nats").mkdir()
+    (tmp_path / "redis").mkdir()
+    broker = NatsServer(tmp_path / "nats")
+    broker._port = free_port()
+    data = RedisServer(tmp_path / "redis")
+    try:
+        async with running_trainer(broker.url, data.url) as trainer:
+            await until(trainer.model, "an answer")
+            assert (await fetch(f"{trainer.url}/readyz"))[0] == 503
+            for server in (broker, data) if first == "nats" else (data, broker):
+                await server.start()
+
+            async def ready():
+                return (await fetch(f"{trainer.url}/readyz"))[0] == 200
+
+            await until(ready, "the trainer is ready")
+            async with stream(broker.url) as context:
+                await publish(context, SAMPLES[:30])
+                await trainer.published()
+    finally:
+        await broker.stop()
+        await data.stop()
+
+
+async def test_a_long_fit_holds_up_neither_intake_nor_probes_and_causes_no_redelivery(nats, redis, monkeypatch):
+    release, began = threading.Event(), threading.Event()
+    real = conductor.run_cycle
+
+    def slow(*arguments):
+        began.set()
+        assert release.wait(30)
+        return real(*arguments)
+
+    monkeypatch.setattr(conductor, "run_cycle", slow)
+    async with stream(nats.url) as context, running_trainer(nats.url, redis.url, ack_wait_ms=1_000) as trainer:
+        try:
+            await publish(context, SAMPLES[:50])
+            await until(began.is_set, "a fit has begun")
+            await publish(context, SAMPLES[50:300])
+            await trainer.taken(300)
+
+            async def settled():
+                state = await consumer_state(context)
+                return state.num_ack_pending == 0 and state.num_pending == 0
+
+            await until(settled, "everything is acknowledged while the fit runs")
+            assert (await fetch(f"{trainer.url}/readyz"))[0] == 200
+            assert (await trainer.model())["bundle"] is None
+        finally:
+            release.set()
+        await trainer.published()
+        assert (await consumer_state(context)).num_redelivered == 0
+
+
+async def test_a_fit_that_fails_leaves_the_rest_running(nats, redis, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a library's bad day")
+
+    monkeypatch.setattr(conductor, "run_cycle", broken)
+    async with stream(nats.url) as context, running_trainer(nats.url, redis.url) as trainer:
+        await publish(context, SAMPLES[:50])
+
+        async def counted():
+            return await trainer.metric('leadtime_trainer_cycles_total{verdict="error"}')
+
+        await until(counted, "the failure is counted")
+        monkeypatch.undo()
+        await publish(context, SAMPLES[50:100])
+        await trainer.published()
+
+
+@contextlib.asynccontextmanager
+async def trainer_process(nats, redis, log_file: Path, **environment: str):
+    """`python -m services.trainer` on a free port, ready; yields the process and its URL."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    process = ServerProcess(
+        "trainer",
+        log_file,
+        {
+            "LEADTIME_NATS_SERVERS": nats.url,
+            "LEADTIME_REDIS_URL": redis.url,
+            "LEADTIME_TRAINER_HTTP_PORT": str(port),
+            **environment,
+        },
+    )
+    try:
+        process.spawn([sys.executable, "-m", "services.trainer"])
+
+        async def ready():
+            return (await fetch(f"{url}/readyz"))[0] == 200
+
+        await process.ready(ready)
+        yield process, url
+    finally:
+        await process.stop()
+
+
+async def test_a_standby_takes_over_when_the_holder_is_killed(nats, redis, tmp_path):
+    short = {"LEADTIME_TRAINER_LEASE_TTL_MS": "1000", "LEADTIME_TRAINER_RETRAIN_INTERVAL_MS": "200"}
+    async with (
+        stream(nats.url) as context,
+        store(redis) as client,
+        trainer_process(nats, redis, tmp_path / "first.log", **short) as (first, _),
+        running_trainer(nats.url, redis.url, lease_ttl_ms=1_000) as second,
+    ):
+        await publish(context, SAMPLES[:60])
+        version = await until(lambda: client.get(POINTER), "the first trainer has published")
+        view = await second.model()
+        assert (view["active"], view["window"]["taken"]) == (False, 0)
+        assert (await fetch(f"{second.url}/readyz"))[0] == 200
+        await first.kill()
+        await second.taken(60)
+        await publish(context, SAMPLES[60:200])
+        await second.taken(200)
+        view = await second.model()
+        assert view["active"] is True
+        assert view["bundle"]["version"] >= version.decode()
+
+
+async def test_who_lost_the_lease_does_not_overwrite_its_successors_bundle(nats, redis):
+    async with (
+        stream(nats.url) as context,
+        store(redis) as client,
+        running_trainer(nats.url, redis.url, lease_ttl_ms=60_000) as trainer,
+    ):
+        await publish(context, SAMPLES[:60])
+        await trainer.published()
+        await client.set(trainer_lease_key("default"), "successor")
+        await client.set(POINTER, "9999999999999-00000000")
+        await publish(context, SAMPLES[60:300])
+
+        async def standing_by():
+            return (await trainer.model())["active"] is False
+
+        await until(standing_by, "the trainer stands by")
+        assert await client.get(POINTER) == b"9999999999999-00000000"
+
+
+async def test_all_but_the_newest_five_bundles_expire(nats, redis):
+    async with stream(nats.url) as context, store(redis) as client, running_trainer(nats.url, redis.url) as trainer:
+        waiting = [SAMPLES[start : start + 20] for start in range(0, len(SAMPLES), 20)]
+
+        async def seven():
+            """The gate may refuse some: go on until enough have passed."""
+            if waiting:
+                await publish(context, waiting.pop(0))
+            return await trainer.metric("leadtime_trainer_bundles_published_total") >= 7
+
+        await until(seven, "seven bundles are published", poll_s=0.2)
+        prefix = bundle_key("default", SCHEMA.hash, "")
+        keys = {key.decode().removeprefix(prefix) for key in await client.keys(prefix + "*")} - {"current"}
+        lasting = [name for name in keys if await client.ttl(prefix + name) == -1]
+        assert len(keys) >= 7
+        assert len(lasting) <= 5
+        assert (await client.get(POINTER)).decode() in lasting
+
+
+async def test_what_is_published_is_signed_by_the_key(nats, redis):
+    key = "a key of 16 chars"
+    async with (
+        stream(nats.url) as context,
+        store(redis) as client,
+        running_trainer(nats.url, redis.url, signing_key=key) as trainer,
+    ):
+        await publish(context, SAMPLES[:60])
+        version = await trainer.published()
+        blob = await client.get(bundle_key("default", SCHEMA.hash, version))
+        assert BundleGate("default", key.encode()).open(version, blob)
+        with pytest.raises(BundleRefusedError):
+            BundleGate("default", b"another key of 16").open(version, blob)
+
+
+async def test_the_process_ends_on_a_signal_and_gives_the_lease_up(nats, redis, tmp_path):
+    async with store(redis) as client, trainer_process(nats, redis, tmp_path / "trainer.log") as (process, _):
+        assert await client.exists(trainer_lease_key("default"))
+        assert await process.stop(signal.SIGTERM) == 0
+        assert not await client.exists(trainer_lease_key("default"))
+
+
+async def test_a_setting_out_of_range_stops_the_start_and_is_named(tmp_path):
+    process = ServerProcess("trainer", tmp_path / "trainer.log", {"LEADTIME_TRAINER_DEPTH": "9"})
+    process.spawn([sys.executable, "-m", "services.trainer"])
+    await until(lambda: not process.running, "the trainer has ended")
+    assert await process.stop() == 78
+    assert "LEADTIME_TRAINER_DEPTH" in process.log()

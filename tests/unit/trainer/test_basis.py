@@ -1,0 +1,65 @@
+"""The physics basis is non-negative, grows with load, and is the same in two matrix products."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.trainer.basis import TERMS, Basis, backlog_tokens, basis_of, tree_matrix, tree_names
+from shared.features import SCHEMA
+from tests.unit.trainer.snapshots import rows_of
+
+LOADS = ("pending_uncached_tokens", "pending_requests", "decoding_requests", "decode_context_tokens", "step_time_ms")
+
+
+def test_terms_say_what_their_names_say():
+    rows = rows_of(
+        1,
+        input_tokens=1000,
+        uncached_tokens=600,
+        pending_uncached_tokens=4000,
+        pending_requests=3,
+        decoding_requests=10,
+        decode_context_tokens=20_000,
+    )
+    basis = basis_of("ttft")
+    values = dict(zip(basis.names, basis.evaluate(rows)[0].tolist(), strict=True))
+    assert values["constant"] == 1.0
+    assert values["own uncached"] == pytest.approx(0.6)
+    assert values["own uncached over 512"] == pytest.approx(0.088)
+    assert values["attention"] == pytest.approx(600 * (400 + 300) / 1e6)
+    assert values["backlog beside decodes"] == pytest.approx(4600 * 10 / 1e3)
+    assert values["waiting beyond the ledger"] == 0.0
+
+
+def test_an_unknown_output_length_has_its_own_column():
+    basis = basis_of("e2e")
+    column = basis.names.index("output unknown")
+    rows = rows_of(2, expected_output_tokens=[0, 200], expected_output_tokens_known=[0, 1])
+    assert basis.evaluate(rows)[:, column].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("target", list(TERMS))
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_it_is_never_negative_and_never_falls_as_load_grows(target, data):
+    low = {name: data.draw(st.integers(0, 100_000)) for name in LOADS}
+    grown = data.draw(st.sampled_from([name for name in LOADS if name != "pending_requests"]))
+    high = low | {grown: low[grown] + data.draw(st.integers(0, 100_000))}
+    rows = np.concatenate([rows_of(1, **low), rows_of(1, **high)])
+    values = Basis(TERMS[target]).evaluate(rows)
+    assert values.dtype == np.float32
+    assert (values >= 0).all()
+    assert (values[1] >= values[0]).all()
+
+
+def test_trees_see_the_raw_row_and_exact_sums():
+    rows = rows_of(
+        2, uncached_tokens=[7, 16_777_215], pending_uncached_tokens=[5, 1], decoding_requests=2, pending_requests=1
+    )
+    matrix = tree_matrix(rows)
+    assert matrix.shape == (2, len(SCHEMA) + 2)
+    assert len(tree_names()) == matrix.shape[1]
+    assert matrix[:, -2].tolist() == [12.0, 16_777_216.0]
+    assert matrix[:, -1].tolist() == [3.0, 3.0]
+    assert backlog_tokens(rows).tolist() == matrix[:, -2].tolist()

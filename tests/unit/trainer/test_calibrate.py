@@ -1,0 +1,139 @@
+"""Online calibration follows a drift, keeps quantiles honest, and can't be thrown by one label."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.trainer.calibrate import MAX_ENDPOINTS, MAX_MODELS, CalibrationOptions, Calibrator, OutputLengths
+from shared.bundle import Calibration
+from shared.inference import MAX_LOG_CORRECTION
+from shared.inference import calibrate as apply
+
+OUTPUTS = ("ttft_p50", "ttft_p90", "ttft_p99", "in_range")
+RAW = {"ttft_p50": 100.0, "ttft_p90": 150.0, "ttft_p99": 200.0, "in_range": 1.0}
+
+
+def calibrator() -> Calibrator:
+    return Calibrator(CalibrationOptions(), "v", OUTPUTS)
+
+
+def published(state: Calibrator) -> Calibration:
+    return state.calibration("default", 1, 0.0, {})
+
+
+def test_a_new_bundle_starts_without_any_correction():
+    found = published(calibrator())
+    assert found.log_bias == {"ttft": 0.0}
+    assert found.quantile_log_offset == {"ttft_p90": [0.0] * 5, "ttft_p99": [0.0] * 5}
+    assert found.endpoint_log_bias == {"ttft": {}}
+    assert len(found.backlog_edges_tokens) == 4
+
+
+def test_a_drift_of_a_half_is_followed_within_two_hundred_samples():
+    state, rng = calibrator(), np.random.default_rng(1)
+    for _ in range(1000):
+        state.observe(RAW, {"ttft": 100 * np.exp(rng.normal(0, 0.15))}, 100.0, "a")
+    for _ in range(200):
+        state.observe(RAW, {"ttft": 150 * np.exp(rng.normal(0, 0.15))}, 100.0, "a")
+    found = published(state)
+    total = found.log_bias["ttft"] + found.endpoint_log_bias["ttft"]["a"]
+    assert total == pytest.approx(np.log(1.5), abs=0.08)
+
+
+@pytest.mark.parametrize("tokens", [10.0, 700.0, 50_000.0])
+def test_each_backlog_bin_covers_its_level(tokens):
+    """The bundle's own P90 fits no bin: here the truth is much wider than it says."""
+    state, rng = calibrator(), np.random.default_rng(2)
+    for _ in range(4000):
+        state.observe(RAW, {"ttft": 100 * np.exp(rng.normal(0, 0.8))}, tokens, "a")
+    fresh = 100 * np.exp(rng.normal(0, 0.8, 4000))
+    raw = np.array([[100.0, 150.0, 200.0, 1.0]] * 4000, np.float32)
+    calibrated = apply(raw, OUTPUTS, "v", published(state), np.full(4000, tokens, np.float32), ["a"] * 4000)
+    assert (fresh <= calibrated[:, 1]).mean() == pytest.approx(0.9, abs=0.035)
+    assert (fresh <= calibrated[:, 2]).mean() > 0.96
+
+
+def test_one_mad_label_moves_the_bias_by_no_more_than_one_ordinary_miss():
+    state = calibrator()
+    for _ in range(300):
+        state.observe(RAW, {"ttft": 105.0}, 100.0, "a")
+    before = published(state).log_bias["ttft"]
+    state.observe(RAW, {"ttft": 10_000.0}, 100.0, "a")
+    assert abs(published(state).log_bias["ttft"] - before) < 0.02
+
+
+def test_an_endpoint_is_believed_only_as_far_as_its_samples_go():
+    state = calibrator()
+    for _ in range(2000):
+        state.observe(RAW, {"ttft": 100.0}, 100.0, "usual")
+    for _ in range(3):
+        state.observe(RAW, {"ttft": 130.0}, 100.0, "slow")
+    little = published(state).endpoint_log_bias["ttft"]["slow"]
+    for _ in range(200):
+        state.observe(RAW, {"ttft": 100.0}, 100.0, "usual")
+        state.observe(RAW, {"ttft": 130.0}, 100.0, "slow")
+    much = published(state).endpoint_log_bias["ttft"]
+    assert 0 < little < 0.5 * np.log(1.3)
+    assert much["slow"] - much["usual"] == pytest.approx(np.log(1.3), rel=0.25)
+
+
+def test_a_target_that_the_bundle_lacks_or_the_sample_lacks_changes_nothing():
+    state = calibrator()
+    state.observe(RAW, {"e2e": 5000.0}, 100.0, "a")
+    assert published(state).log_bias == {"ttft": 0.0}
+    assert state.live() == {}
+
+
+def test_the_live_error_is_that_of_the_calibrated_prediction():
+    state = calibrator()
+    for _ in range(2000):
+        state.observe(RAW, {"ttft": 200.0}, 100.0, "a")
+    live = state.live()["ttft"]
+    assert live.samples == 2000
+    assert live.mape < 0.02
+    assert abs(live.bias) < 0.02
+
+
+def test_endpoints_are_bounded_and_the_least_recent_leave():
+    state = calibrator()
+    for number in range(MAX_ENDPOINTS + 5):
+        state.observe(RAW, {"ttft": 100.0}, 100.0, str(number))
+    kept = published(state).endpoint_log_bias["ttft"]
+    assert len(kept) == MAX_ENDPOINTS
+    assert "0" not in kept
+    assert str(MAX_ENDPOINTS + 4) in kept
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.floats(1e-3, 8e7), st.floats(0, 1e7), st.sampled_from("ab")), max_size=60))
+def test_whatever_comes_corrections_stay_in_bounds_and_the_message_survives_the_wire(samples):
+    state = calibrator()
+    for actual, backlog, endpoint in samples:
+        state.observe(RAW, {"ttft": actual}, backlog, endpoint)
+    found = Calibration.decode(published(state).encode(), pool="default")
+    numbers = [
+        *found.log_bias.values(),
+        *found.endpoint_log_bias["ttft"].values(),
+        *(offset for offsets in found.quantile_log_offset.values() for offset in offsets),
+    ]
+    assert all(abs(number) <= MAX_LOG_CORRECTION for number in numbers)
+
+
+def test_the_output_length_is_the_median_per_model():
+    lengths, rng = OutputLengths(0.05), np.random.default_rng(1)
+    for _ in range(3000):
+        lengths.observe("short", int(50 * np.exp(rng.normal(0, 0.5))))
+        lengths.observe("long", int(800 * np.exp(rng.normal(0, 0.5))))
+    found = lengths.tokens()
+    assert found["short"] == pytest.approx(50, rel=0.3)
+    assert found["long"] == pytest.approx(800, rel=0.3)
+    assert 50 < found["*"] < 800
+
+
+def test_output_lengths_are_bounded():
+    lengths = OutputLengths(0.05)
+    for number in range(MAX_MODELS + 50):
+        lengths.observe(f"model-{number}", 10)
+    assert len(lengths.tokens()) == MAX_MODELS
+    assert "*" in lengths.tokens()

@@ -1,0 +1,123 @@
+"""A whole cycle: from a snapshot to a verified bundle, or to a verdict that says why not."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from bench.queueing import observe
+from services.trainer import cycle
+from services.trainer.cycle import CycleOptions, run_cycle
+from services.trainer.export import Parity
+from services.trainer.train import FitOptions
+from services.trainer.trainer import report_view
+from shared.bundle import pack, unpack
+from shared.features import SCHEMA
+from shared.inference import BundleModel
+from tests.unit.trainer.snapshots import prompts, snapshot_of, window_of
+
+NOW = 1_800_000_000_000.0
+
+
+@pytest.fixture(scope="module")
+def snapshot():
+    return window_of(observe(2000, seed=7)).snapshot()
+
+
+@pytest.fixture(scope="module")
+def first(snapshot):
+    return run_cycle(snapshot, None, CycleOptions("default"), NOW)
+
+
+def test_a_first_cycle_makes_a_bundle_that_loads_and_predicts(snapshot, first):
+    assert first.verdict.accepted
+    bundle = unpack(pack(first.champion.bundle), pool="default", schema_hash=SCHEMA.hash)
+    assert bundle.manifest.version == first.champion.version == f"1800000000000-{first.champion.version[-8:]}"
+    assert bundle.manifest.renderings[0].parity_max_relative_error <= 1e-4
+    assert bundle.manifest.renderings[0].parity_rows >= len(snapshot)
+    assert bundle.manifest.window_samples == len(snapshot)
+    assert BundleModel(bundle).predict(snapshot.rows[:5]).shape == (5, len(bundle.manifest.outputs))
+    assert first.metrics["ttft"].samples > 50
+    assert first.metrics["ttft"].mape < 0.4
+    assert first.cpu_ms > 0
+
+
+def test_the_new_calibration_has_seen_the_newest_rows(first):
+    assert first.calibrator.bundle_version == first.champion.version
+    assert first.calibrator.samples == 1000
+    assert 0 < first.calibrator.live()["ttft"].mape < 0.4
+
+
+def test_the_same_rows_make_an_equal_challenger_which_may_replace_the_champion(snapshot, first):
+    again = run_cycle(snapshot, first.champion, CycleOptions("default"), NOW + 1)
+    assert again.verdict.accepted
+    ours, theirs = again.verdict.log_error["ttft"]
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_a_worse_challenger_is_refused_with_a_reason_and_makes_no_bundle(snapshot, first):
+    swapped = dataclasses.replace(
+        snapshot, rows=np.concatenate([snapshot.rows[-1000:][::-1], snapshot.rows[1000:]])[-len(snapshot) :]
+    )
+    assert len(swapped) == len(snapshot)
+    report = run_cycle(swapped, first.champion, CycleOptions("default"), NOW + 1)
+    assert not report.verdict.accepted
+    assert report.verdict.reason.startswith("worse_")
+    assert "champion" in report.verdict.detail
+    assert report.champion is None
+
+
+def test_a_graph_that_strays_is_never_published(snapshot, monkeypatch):
+    monkeypatch.setattr(cycle, "parity", lambda *_: Parity(3e-4, 100))
+    report = run_cycle(snapshot, None, CycleOptions("default"), NOW)
+    assert (report.verdict.accepted, report.verdict.reason) == (False, "parity")
+    assert report.champion is None
+    assert report.parity.max_relative_error == 3e-4
+
+
+def test_a_model_that_cannot_be_exported_is_never_published(snapshot, monkeypatch):
+    def refuse(*_):
+        raise ValueError("no converter")
+
+    monkeypatch.setattr(cycle, "render", refuse)
+    report = run_cycle(snapshot, None, CycleOptions("default"), NOW)
+    assert (report.verdict.accepted, report.verdict.reason, report.verdict.detail) == (False, "export", "no converter")
+
+
+def test_too_few_rows_end_the_cycle():
+    report = run_cycle(snapshot_of(prompts([5, 6]), ttft=[1, 2]), None, CycleOptions("default"), NOW)
+    assert (report.verdict.accepted, report.verdict.reason) == (False, "too_few_rows")
+
+
+@pytest.mark.parametrize("count", [10, 30, 100])
+def test_a_first_model_comes_from_ten_samples(count):
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(16, 2000, count)
+    report = run_cycle(
+        snapshot_of(prompts(tokens), ttft=20 + 0.1 * tokens, e2e=500 + 0.2 * tokens), None, CycleOptions("p"), NOW
+    )
+    assert report.verdict.accepted
+    assert report.champion.model.outputs == (
+        "ttft_p50", "ttft_p90", "ttft_p99", "e2e_p50", "e2e_p90", "e2e_p99", "in_range",
+    )  # fmt: skip
+
+
+def test_cut_off_requests_are_judged_and_not_fitted(snapshot, first):
+    cut_off = dataclasses.replace(
+        snapshot, censored_rows=snapshot.rows[:200], censored_ms=np.full(200, 1e7, np.float32)
+    )
+    report = run_cycle(cut_off, None, CycleOptions("default"), NOW)
+    assert report.censored_beyond_p90 == 1.0
+    assert report.champion.bundle.manifest.renderings[0].sha256 == first.champion.bundle.manifest.renderings[0].sha256
+
+
+def test_more_trees_are_a_matter_of_options(snapshot):
+    report = run_cycle(snapshot, None, CycleOptions("default", fit=FitOptions(rounds=5, depth=2)), NOW)
+    assert report.verdict.accepted
+
+
+def test_a_report_is_plain_data(first):
+    view = report_view(first)
+    assert view["metrics"]["ttft"]["mape"] == first.metrics["ttft"].mape
+    assert view["parity"]["rows"] == first.parity.rows
+    assert set(view["gains"]) == {"ttft", "tpot", "e2e"}
