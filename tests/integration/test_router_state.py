@@ -15,13 +15,14 @@ from services.router.state.discovery import Discovery, parse_endpoints
 from services.router.state.exposition import EndpointCollector
 from services.router.state.pool import EndpointStatus, PoolConfig, PoolState
 from services.router.state.scraper import ScrapeConfig, Scraper
+from services.router.state.vllm_metrics import parse_metrics
 from shared.clock import SystemClock
 from shared.samples import Outcome
 from sim.model_server import ModelServer
 from sim.spec import Faults, ServerSpec
 from tests.fakes.fake_model_server import Script, Seen, fake_model_server
-from tests.servers import free_port, until
-from tests.unit.router.state.test_pool import make_sample
+from tests.servers import fetch, free_port, until
+from tests.unit.router.state.samples import make_sample
 
 FAST = ScrapeConfig(idle_interval_ms=20.0, busy_interval_ms=20.0, timeout_ms=2_000.0, max_backoff_ms=50.0)
 MODELS = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
@@ -109,6 +110,27 @@ async def test_a_model_server_becomes_a_candidate_with_what_it_tells():
         assert status.prefix_capacity_blocks > 1_000
         assert status.scrape_age_ms is not None
         assert status.scrape_age_ms < 1_000
+
+
+async def test_the_simulated_servers_page_has_all_that_the_ledger_is_corrected_by():
+    async with model_server() as server:
+        status, page = await fetch(f"{server.base_url}/metrics")
+        metrics = parse_metrics(page)
+        assert (status, metrics.missing) == (200, ())
+        assert (metrics.first_tokens, metrics.prompt_tokens, metrics.computed_prompt_tokens) == (0.0, 0.0, 0.0)
+        assert metrics.process_start_s is not None
+
+
+async def test_a_storm_of_failed_requests_is_no_storm_of_probes():
+    slow = ScrapeConfig(idle_interval_ms=3_600_000.0, busy_interval_ms=3_600_000.0)
+    async with fake_model_server(answers(metrics=METRICS, models=MODELS)) as fake, running(slow) as bed:
+        bed.add(fake.address)
+        await bed.ready(fake.address)
+        for number in range(1_000):
+            bed.pool.observe_outcome(make_sample(str(number), fake.address, outcome=Outcome.UPSTREAM_RESET), 0.0)
+            await asyncio.sleep(0)
+        await until(lambda: bed.results("ok") >= 2, "a probe after the failures")
+        assert bed.results("ok") <= 4
 
 
 async def test_servers_may_be_down_at_the_start_and_join_in_any_order():

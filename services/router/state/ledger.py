@@ -38,6 +38,8 @@ _AHEAD_FLOOR_TOKENS: Final = 64.0
 # Requests on the server beyond ours that are still put down to messages under way, not to traffic of others.
 _FOREIGN_SLACK: Final = 1.0
 _FOREIGN_SLACK_RATIO: Final = 0.1
+# An answer that ends before this share of its predicted TTFT, while nobody has seen its first token, is no answer.
+_PLAUSIBLE_SHARE: Final = 0.25
 # A request dispatched this recently may not have reached the server that was scraped.
 _UNDER_WAY_MS: Final = 50.0
 # Ids of entries that a reset dropped are remembered, so that their ends aren't counted as unknown.
@@ -281,6 +283,9 @@ class Ledger:
                 self.counts.unknown += 1
             return False
         lane = entry.lane
+        if completed and not entry.decoding:
+            # Far too early for an answer: an error of the server's (a 400, a 503), which says nothing about the queue.
+            completed = now_ms - entry.dispatched_ms >= _PLAUSIBLE_SHARE * entry.predicted_ttft_ms
         if completed:
             self._confirm_before(entry, now_ms)
             if not entry.confirmed:

@@ -28,6 +28,8 @@ from shared.telemetry import STEP_BUCKETS_S, seconds
 _UNSUPPORTED: Final = frozenset({401, 403, 404, 405, 501})
 _JITTER: Final = 0.1
 _MAX_MODELS: Final = 10_000
+# However many requests fail: an endpoint is asked at most ten times a second.
+_MIN_GAP_MS: Final = 100.0
 
 
 class ScrapeFailure(StrEnum):
@@ -202,7 +204,8 @@ class Scraper:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_ms, config.busy_interval_ms) / 1e3):
                     await watch.wake.wait()
-                    return
+                break
+        await asyncio.sleep(max(0.0, watch.probed_ms + _MIN_GAP_MS - self._clock.monotonic_ms()) / 1e3)
 
     def _failed(self, address: str, watch: _Watch, reason: ScrapeFailure) -> None:
         watch.failures += 1

@@ -126,12 +126,23 @@ def test_without_a_prediction_the_timer_takes_the_pace_that_was_learned():
 def test_a_finished_request_says_that_those_before_it_have_had_their_first_token():
     bed = Bed()
     for name in ("a", "b", "c"):
-        bed.add(name, 0.0, ttft_ms=10_000.0)
+        bed.add(name, 0.0, ttft_ms=300.0)
     bed.ledger.remove("b", 100.0, completed=True)
     assert bed.seen(100.0)[0] == 1
     bed.add("d", 100.0, ttft_ms=10_000.0)
     bed.ledger.remove("d", 110.0, completed=False)
     assert bed.seen(110.0)[0] == 1
+
+
+def test_an_end_that_comes_far_too_early_is_an_error_and_says_nothing_about_those_before_it():
+    bed = Bed()
+    bed.scrape(0.0, waiting=0, running=0, first_tokens=0)
+    for name in "abc":
+        bed.add(name, 0.0, ttft_ms=1_000.0)
+    bed.ledger.remove("c", 5.0, completed=True)
+    assert bed.seen(5.0)[0] == 2
+    bed.scrape(250.0, waiting=0, running=2, first_tokens=2)
+    assert bed.seen(250.0)[0] == 0
 
 
 def test_the_servers_first_token_counter_tells_who_is_in_prefill():

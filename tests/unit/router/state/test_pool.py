@@ -7,8 +7,9 @@ from services.router.request.tokens import TokenEstimator
 from services.router.state.errors import NoEndpoint
 from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.vllm_metrics import Engine, EngineMetrics
-from shared.features import SCHEMA, hardware_code
-from shared.samples import LatencySample, Outcome, Rung
+from shared.features import hardware_code
+from shared.samples import Outcome
+from tests.unit.router.state.samples import make_sample
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
@@ -32,23 +33,6 @@ def send(pool: PoolState, decision_id: str, address: str, request=None, *, now_m
     request = request or make_request()
     _, match = pool.snapshot(request, None, now_ms)
     return pool.dispatch(decision_id, address, request, match, predicted_ttft_ms=ttft_ms, now_ms=now_ms)
-
-
-def make_sample(decision_id: str, endpoint: str = A, **more) -> LatencySample:
-    fields = {"outcome": Outcome.OK, "status": 200, **more}
-    return LatencySample(
-        decision_id=decision_id,
-        pool="default",
-        model="m",
-        endpoint=endpoint,
-        streamed=True,
-        received_unix_ms=0.0,
-        completed_unix_ms=1.0,
-        rung=Rung.HEURISTIC,
-        schema_hash=SCHEMA.hash,
-        features=[0.0] * len(SCHEMA),
-        **fields,
-    )
 
 
 def metrics(start: float | None = 100.0, **more) -> EngineMetrics:
