@@ -11,9 +11,10 @@ Bundle payload: u32 little-endian length of the manifest · manifest JSON · ren
 
 import hashlib
 import hmac
+import json
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import StrEnum
 from typing import Annotated, Final, Literal
 
@@ -161,6 +162,18 @@ def unpack(payload: bytes, *, pool: str, schema_hash: str) -> Bundle:
 
 def _repeats(names: Sequence[str]) -> bool:
     return len(set(names)) != len(names)
+
+
+def notice_concerns(notice: object, pools: Container[str]) -> bool:
+    """Whether a message on a channel is a reason to look at the keys of these pools.
+
+    Only one that names another pool is none: the keys are the truth, and a look costs little.
+    """
+    try:
+        named = json.loads(notice)["pool"] if isinstance(notice, bytes) else None
+    except (ValueError, TypeError, KeyError):
+        return True
+    return not isinstance(named, str) or named in pools
 
 
 class Refusal(StrEnum):

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 import structlog
 from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
 from services.predictor.metrics import PredictorMetrics
 from services.predictor.settings import Device, DevicePolicy
 from services.predictor.slot import Refused, Served, Slot, load_on_device
-from shared.bundle import BundleGate, BundleRefusedError, Refusal
+from shared.bundle import BundleGate, BundleRefusedError, Refusal, notice_concerns
 from shared.clock import Clock
 from shared.features import SCHEMA_HASH
 from shared.lifecycle import Readiness
@@ -53,7 +54,8 @@ class BundleWatch:
         self._device = device
         self._policy = policy
         self._threads = threads
-        self._poll_s = poll_ms / 1e3
+        self._poll_ms = poll_ms
+        self._pools = frozenset(slot.pool for slot in slots)
         self._metrics = metrics
         self._readiness = readiness
         self._clock = clock
@@ -69,11 +71,18 @@ class BundleWatch:
                     while True:
                         await self.check()
                         self._contact()
-                        # A notice's content is of no account: the pointer is the truth.
-                        await notices.get_message(ignore_subscribe_messages=True, timeout=self._poll_s)
+                        await self._next_look(notices)
             except (RedisError, OSError, TimeoutError) as error:
                 self._lost(error)
                 await asyncio.sleep(_RECONNECT_S)
+
+    async def _next_look(self, notices: PubSub) -> None:
+        """Wait for a notice of our pools or for the poll, whichever comes first."""
+        due_ms = self._clock.monotonic_ms() + self._poll_ms
+        while (left_ms := due_ms - self._clock.monotonic_ms()) > 0:
+            message = await notices.get_message(ignore_subscribe_messages=True, timeout=left_ms / 1e3)
+            if message is not None and notice_concerns(message["data"], self._pools):
+                return
 
     async def check(self) -> None:
         """Read each pool's pointer once and follow it; raises what Redis raises."""
