@@ -180,15 +180,17 @@ def warmed(snapshot: Snapshot, champion: Champion, options: CalibrationOptions) 
     return calibrator
 
 
-def observe_rows(calibrator: Calibrator, champion: Champion, snapshot: Snapshot, start: int) -> None:
-    """Let a calibrator see the rows of a snapshot from position `start` on."""
-    rows: FloatMatrix = snapshot.rows[start:]
+def observe_rows(
+    calibrator: Calibrator, champion: Champion, snapshot: Snapshot, start: int, end: int | None = None
+) -> None:
+    """Let a calibrator see the rows of a snapshot from position `start` up to `end`."""
+    rows: FloatMatrix = snapshot.rows[start:end]
     if not len(rows):
         return
     predictions = champion.model.predict(rows).tolist()
     backlog = backlog_tokens(rows).tolist()
-    columns = [snapshot.targets[target][start:].tolist() for target in TARGETS]
-    for row, endpoint in enumerate(snapshot.endpoints[start:]):
+    columns = [snapshot.targets[target][start:end].tolist() for target in TARGETS]
+    for row, endpoint in enumerate(snapshot.endpoints[start:end]):
         actual = {
             target: column[row] for target, column in zip(TARGETS, columns, strict=True) if column[row] == column[row]
         }

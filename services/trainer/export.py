@@ -4,8 +4,10 @@
 operators, in the same order of operations as `LatencyModel.predict`. This is the rendering for CPUs (tree-ensemble
 operators); `renderings` in the manifest has room for others.
 
-Boosters go through onnxmltools; where it raises, a direct conversion of the booster's own JSON takes over. Either way
-the parity check decides: random rows, rows exactly on split thresholds, rows far outside, and the window's real rows.
+Boosters are converted straight from their own JSON; where that raises, onnxmltools takes over (both make the same
+predictions, tested). The library as the first choice cost a cycle of 9,000 rows 0.11 s of CPU more, most of it under the
+interpreter lock. Either way the parity check decides: random rows, rows exactly on split thresholds, rows far outside,
+and the window's real rows.
 
 Limits: opset 17, ai.onnx.ml 3, IR version 8 are written explicitly, so that a newer library doesn't raise them beyond
 what deployed runtimes read. Single-output boosters only (several outputs convert to wrong sums without an error).
@@ -175,8 +177,8 @@ def convert_booster(booster: xgb.Booster) -> tuple[Attributes, str]:
     """Attributes of a TreeEnsembleRegressor, and who made them; raises ValueError with both converters' reasons."""
     reasons = []
     converters: tuple[tuple[str, Callable[[xgb.Booster], Attributes]], ...] = (
-        ("onnxmltools", by_onnxmltools),
         ("direct", directly),
+        ("onnxmltools", by_onnxmltools),
     )
     for name, convert in converters:
         try:

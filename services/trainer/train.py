@@ -35,6 +35,7 @@ LOG_SCALE_HIGH: Final = np.float32(1.0)
 LOG_LATENCY_HIGH: Final = np.float32(18.27)  # one day, the largest label a sample may have
 OUT_OF_RANGE_WIDENING: Final = np.float32(1.5)
 HARDWARE_CODES: Final = 256
+QR_BLOCK_ROWS: Final = 2048
 # Columns whose training range decides whether a row lies inside: what the base and most of the trees' gain rest on.
 DECISIVE: Final = (
     "uncached_tokens",
@@ -339,9 +340,14 @@ def _nonnegative(columns: Floats, y: Floats, row_weights: Floats, min_rows: Sequ
     weighted = columns[:, allowed] * row_weights[:, None]
     norms = np.linalg.norm(weighted, axis=0)
     norms[norms == 0] = 1.0
-    # The triangle of a QR holds all that the fit needs of n rows, so that nnls works on B × B.
-    triangle = np.asarray(np.linalg.qr(np.column_stack([weighted / norms, y * row_weights]), mode="r"))
-    solution, _ = nnls(triangle[:, :-1], triangle[:, -1])
+    system = np.column_stack([weighted / norms, y * row_weights])
+    # The triangle of a QR holds all that the fit needs of n rows, so that nnls works on B × B. Built block by block:
+    # one QR of 22,000 rows held the interpreter lock, and with it the event loop, for 20 ms (130 on a busy machine).
+    triangle = np.zeros((0, system.shape[1]))
+    for start in range(0, len(system), QR_BLOCK_ROWS):
+        block = np.concatenate([triangle, system[start : start + QR_BLOCK_ROWS]])
+        triangle = np.asarray(np.linalg.qr(block, mode="r"))
+    solution, _ = nnls(triangle[:, :-1], triangle[:, -1], maxiter=100 * len(allowed))
     coefficients = np.zeros(columns.shape[1])
     coefficients[allowed] = solution / norms
     return coefficients

@@ -87,17 +87,17 @@ def test_both_converters_agree(monkeypatch):
     snapshot = window_of(observe(1200, seed=4)).snapshot()
     model = fit(snapshot, FitOptions())
     rows = parity_rows(model, snapshot.rows, np.random.default_rng(1))
-    by_library = render(model, {})
+    direct = render(model, {})
 
     def refuse(booster):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(export, "by_onnxmltools", refuse)
-    direct = render(model, {})
-    assert (by_library.converter, direct.converter) == ("onnxmltools", "direct")
-    assert runner(direct.graph)(rows) == pytest.approx(runner(by_library.graph)(rows), rel=1e-6)
     monkeypatch.setattr(export, "directly", refuse)
-    with pytest.raises(ValueError, match="onnxmltools: RuntimeError: no; direct: RuntimeError: no"):
+    by_library = render(model, {})
+    assert (direct.converter, by_library.converter) == ("direct", "onnxmltools")
+    assert runner(direct.graph)(rows) == pytest.approx(runner(by_library.graph)(rows), rel=1e-6)
+    monkeypatch.setattr(export, "by_onnxmltools", refuse)
+    with pytest.raises(ValueError, match="direct: RuntimeError: no; onnxmltools: RuntimeError: no"):
         convert_booster(model.targets["ttft"].residual)
 
 
