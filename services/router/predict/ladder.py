@@ -8,6 +8,7 @@ Calibration is applied here, once, whichever step answered.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy.typing as npt
@@ -28,6 +29,7 @@ _ORDERS: Final[dict[str, tuple[Rung, Rung]]] = {
     "predictor": (Rung.PREDICTOR, Rung.IN_PROCESS),
     "in_process": (Rung.IN_PROCESS, Rung.PREDICTOR),
 }
+_LOG_AGAIN_MS: Final = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Ladder:
         self._log = structlog.get_logger()
         self.by_rung: dict[Rung, int] = dict.fromkeys((*self._order, Rung.HEURISTIC), 0)
         self._last: dict[Rung, _Failure] = {}
+        self._reported: dict[tuple[Rung, type[Exception]], float] = {}
 
     async def predict(
         self,
@@ -94,8 +97,8 @@ class Ladder:
             except PredictError as error:
                 self._failed(rung, error.reason, error.detail)
             except Exception as error:  # nothing that happens here may cost a request its decision
+                self._report(rung, error)
                 self._failed(rung, FailureReason.FAULT, type(error).__name__)
-                self._log.exception("prediction failed", rung=rung.value)
             else:
                 self.by_rung[rung] += 1
                 self._metrics.predicted(rung, self._clock.monotonic_ms() - started_ms)
@@ -163,6 +166,15 @@ class Ladder:
         else:
             values = compiled.apply(values, backlog_tokens, addresses)
         return Prediction(as_columns(values, answer.outputs), answer.bundle_version, rung)
+
+    def _report(self, rung: Rung, error: Exception) -> None:
+        """Log a fault of ours once in a while, after this decision: a traceback takes milliseconds to write."""
+        now_ms = self._clock.monotonic_ms()
+        last = self._reported.get((rung, type(error)))
+        if last is None or now_ms - last > _LOG_AGAIN_MS:
+            self._reported[rung, type(error)] = now_ms
+            log = partial(self._log.error, "prediction failed", rung=rung.value, exc_info=error)
+            asyncio.get_running_loop().call_soon(log)
 
     def _failed(self, rung: Rung, reason: FailureReason, detail: str) -> None:
         self._metrics.step_failed(rung, reason)
