@@ -4,13 +4,16 @@ import asyncio
 import contextlib
 import random
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Final
 
 import grpc
 import numpy as np
 import structlog
 from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from services.router.admin import admin_app
 from services.router.director import Director, DirectorOptions
@@ -18,11 +21,11 @@ from services.router.extproc.server import ExtProcServer
 from services.router.metrics import RouterMetrics
 from services.router.outcomes import OutcomeSubscriber
 from services.router.predict.bundles import BundleWatcher
-from services.router.predict.client import PredictorClient
-from services.router.predict.ladder import Ladder
+from services.router.predict.client import ClientConfig, PredictorClient
+from services.router.predict.ladder import Ladder, LadderConfig
+from services.router.predict.metrics import PredictMetrics
 from services.router.request.parse import ParseConfig
 from services.router.request.tokens import TokenEstimator
-from services.router.scheduling.pipeline import Pipeline
 from services.router.scheduling.profile import Profiles, load_presets, load_profile_file
 from services.router.scheduling.registry import Registry
 from services.router.settings import RouterSettings
@@ -70,7 +73,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
         config=ScrapeConfig(timeout_ms=settings.scrape_timeout_ms),
     )
     metrics = RouterMetrics(registry)
-    async with _predictions(settings, state, registry, clock) as ladder:
+    async with _predictions(settings, state, registry, clock, stop) as ladder:
         director = Director(
             DirectorOptions(
                 pool=settings.pool,
@@ -95,12 +98,38 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
         )
         async with (
             serve_http(app, settings.http_host, settings.http_port) as http,
-            _tasks(discovery.run(), scraper.run(), outcomes.run(), _tick(state, readiness, extproc, clock)),
+            _tasks(stop, discovery.run(), scraper.run(), outcomes.run(), _tick(state, readiness, extproc, clock)),
         ):
             log.info("router serving", extproc_port=ports[0], health_port=ports[1], http_port=http[1])
             await stop.wait()
             readiness.stopping = True
             await extproc.stop(settings.drain_s)
+
+
+@contextlib.asynccontextmanager
+async def _predictions(
+    settings: RouterSettings, state: PoolState, registry: CollectorRegistry, clock: Clock, stop: asyncio.Event
+) -> AsyncIterator[Ladder]:
+    """The ladder with its two steps: the remote predictors, where any are named, and the router's own bundle."""
+    metrics = PredictMetrics(registry, clock)
+    token = settings.predictor_token.get_secret_value() if settings.predictor_token else None
+    urls = [url.strip() for url in settings.predictors.split(",") if url.strip()]
+    redis = Redis.from_url(
+        settings.redis.url,
+        **settings.redis.client_options(),
+        # The watch has its own pace of reconnecting; a retry inside a call would hide a failure from its counter.
+        retry=Retry(NoBackoff(), 0),
+    )
+    async with contextlib.AsyncExitStack() as open_until_end:
+        open_until_end.push_async_callback(redis.aclose)
+        client = PredictorClient(
+            urls, settings.pool, metrics, clock, config=ClientConfig(call_ms=settings.predict_deadline_ms), token=token
+        )
+        bundles = BundleWatcher(redis, settings.pool, settings.redis.key, metrics, clock)
+        await open_until_end.enter_async_context(_tasks(stop, bundles.run(), _learned_lengths(state, bundles)))
+        if urls:
+            await open_until_end.enter_async_context(client)
+        yield Ladder(client if urls else None, bundles, metrics, clock, config=LadderConfig(first=settings.ladder))
 
 
 def _profiles(settings: RouterSettings) -> Profiles:
@@ -133,20 +162,32 @@ async def _tick(state: PoolState, readiness: Readiness, extproc: ExtProcServer, 
         await asyncio.sleep(_TICK_S)
 
 
+async def _learned_lengths(state: PoolState, bundles: BundleWatcher) -> None:
+    """Hand the calibration's answer lengths on to the state."""
+    while True:
+        if bundles.calibration is not None:
+            state.set_expected_output_tokens(bundles.calibration.expected_output_tokens)
+        await asyncio.sleep(1.0)
+
+
 @contextlib.asynccontextmanager
-async def _tasks(*runs: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run background work while the context is open. One that fails is logged and ends the process with a fault."""
+async def _tasks(stop: asyncio.Event, *runs: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run background work while the context is open. It ends only by a fault of ours: the service then ends with it."""
     tasks = [asyncio.create_task(run) for run in runs]
+
+    def on_done(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            structlog.get_logger().error("background task failed", exc_info=error)
+            stop.set()
+
     for task in tasks:
-        task.add_done_callback(_report)
+        task.add_done_callback(on_done)
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        structlog.get_logger().error("background task failed", exc_info=error)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for outcome in ended:
+        if isinstance(outcome, Exception):
+            raise outcome

@@ -28,6 +28,8 @@ class RouterSettings(ServiceSettings):
     """Comma-separated model servers: `http://host:port;hardware_class=h100`; a name stands for all its addresses."""
     predictors: str = "http://127.0.0.1:8080"
     """Comma-separated URLs of predictors; a name stands for all its addresses. Empty: none."""
+    predictor_token: SecretStr | None = None
+    """Bearer token that the predictors ask for."""
     ladder: Literal["predictor", "in_process"] = "predictor"
     """Which step of the ladder is tried first."""
     profile: str = "leadtime"
