@@ -5,7 +5,7 @@ operators, in the same order of operations as `LatencyModel.predict`. This is th
 operators); `renderings` in the manifest has room for others.
 
 Boosters are converted straight from their own JSON; where that raises, onnxmltools takes over (both make the same
-predictions, tested). The library as the first choice cost a cycle of 9,000 rows 0.11 s of CPU more, most of it under the
+predictions, tested). The library as first choice costs a cycle of 9,000 rows 0.11 s of CPU more, most of it under the
 interpreter lock. Either way the parity check decides: random rows, rows exactly on split thresholds, rows far outside,
 and the window's real rows.
 
