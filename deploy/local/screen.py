@@ -57,7 +57,7 @@ class Screen:
 
     def step(self, text: str) -> None:
         """One line of what goes on."""
-        self._console.print(f"· {text}", highlight=False, markup=False)
+        self._console.print(f"· {text}", highlight=False, markup=False, soft_wrap=True)
 
     def begin_phase(self, name: str, total: int, seconds: float) -> None:
         self._tasks[name] = self._progress.add_task(name, total=total, detail=f"{total / seconds:.0f} requests/s")
@@ -79,8 +79,8 @@ class Screen:
         """The end: the table, what it rests on, and what is void."""
         self._console.print(result_table(report))
         for line in summary_lines(report):
-            self._console.print(line, highlight=False, markup=False)
-        self._console.print(f"logs: {run_dir}", highlight=False, markup=False)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(f"logs: {run_dir}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _detail(progress: PhaseProgress) -> str:
