@@ -196,7 +196,7 @@ async def whole(candidates: int, sizes: dict[str, int], seconds: float, *, throu
         config = StackConfig(
             run_dir=Path(directory),
             simulated=pool(candidates),
-            environment={"LEADTIME_TRAINER_MIN_SAMPLES": "1000000", "LEADTIME_LOG_LEVEL": "warning"},
+            environment={**os.environ, "LEADTIME_TRAINER_MIN_SAMPLES": "100000", "LEADTIME_LOG_LEVEL": "warning"},
         )
         async with Stack(config, rng=random.Random()) as stack, httpx.AsyncClient(timeout=30) as http:
             await publish_bundle(stack.addresses.redis_url)
@@ -225,6 +225,7 @@ async def whole(candidates: int, sizes: dict[str, int], seconds: float, *, throu
             }  # fmt: skip
             if through_envoy:
                 result["latency"] = await added_latency(stack, seconds)
+                result["abort_to_ledger_ms"] = await abort_latency(stack)
             return result
 
 
@@ -260,6 +261,35 @@ async def added_latency(stack: Stack, seconds: float) -> dict[str, float]:
         "added_p50_ms": round(p50["gateway"] - p50["direct"], 3),
         "requests": len(samples["gateway"]),
     }
+
+
+async def abort_latency(stack: Stack, repeats: int = 15) -> dict[str, float]:
+    """From a client's abort in decode, through Envoy, to an empty ledger: milliseconds, the router's stats polled."""
+    stats_url = f"{stack.addresses.router_url}/v1/stats"
+    document = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "a long story"}],
+        "max_tokens": 30_000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    measured = []
+    async with httpx.AsyncClient(timeout=30) as http:
+
+        async def inflight() -> int:
+            return int((await http.get(stats_url)).json()["inflight_requests"])
+
+        for _ in range(repeats):
+            async with httpx.AsyncClient(timeout=30) as client:
+                request = client.build_request("POST", stack.addresses.gateway_url + PATH, json=document)
+                response = await client.send(request, stream=True)
+                await anext(response.aiter_raw())
+                started = time.perf_counter()
+                await response.aclose()
+                while await inflight():
+                    pass
+                measured.append((time.perf_counter() - started) * 1e3)
+    return {"p50": round(statistics.median(measured), 2), "max": round(max(measured), 2), "repeats": repeats}
 
 
 async def measure(*, quick: bool) -> dict[str, Any]:
