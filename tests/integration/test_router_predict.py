@@ -375,6 +375,22 @@ async def test_the_own_copy_outlives_redis(redis):
         await until(lambda: watcher.model.bundle_version == second, "new bundle after the return")
 
 
+async def test_the_watch_can_be_stopped_at_any_moment(redis):
+    """Python 3.11 loses a cancellation that meets the end of a send."""
+    await publish(redis.url, make_bundle())
+    for passes in range(40):
+        client = Redis.from_url(redis.url)
+        metrics = PredictMetrics(CollectorRegistry(), SystemClock())
+        watcher = BundleWatcher(client, "default", None, metrics, SystemClock(), poll_ms=60_000.0)
+        running = asyncio.create_task(watcher.run())
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        running.cancel()
+        done, _ = await asyncio.wait({running}, timeout=10.0)
+        assert done, f"still running when cancelled after {passes} passes"
+        await client.aclose()
+
+
 async def test_down_the_ladder_and_up_again_with_real_predictors(redis, tmp_path):
     """No bundle → None; predictors → predictor; one frozen, one killed → own copy in time; one back → predictor."""
     async with (
