@@ -46,7 +46,7 @@ class DirectorOptions:
 
     pool: str
     listed_endpoints: int
-    predict_deadline_ms: float
+    decision_budget_ms: float
     parsing: ParseConfig
 
 
@@ -85,8 +85,6 @@ class Director:
                 request = parse(head.path, head.headers, body or b"", self._state.tokens, self._options.parsing)
             except UnsupportedEncoding:  # the model server may know it: routed unread rather than refused
                 return self._pass_through(head, received_unix_ms)
-            parsed_ms = self._clock.monotonic_ms()
-            self._metrics.stage("parse", parsed_ms - received_ms)
             return await self._route(request, head, received_ms, received_unix_ms)
         except RequestRejected as rejection:
             self.rejected(rejection.reason)
@@ -95,15 +93,17 @@ class Director:
     async def _route(
         self, request: InferenceRequest, head: RequestHead, received_ms: float, received_unix_ms: float
     ) -> Routed:
-        candidates, match = self._state.snapshot(request, head.subset, received_ms)
+        parsed_ms = self._clock.monotonic_ms()
+        self._metrics.stage("parse", parsed_ms - received_ms)
+        candidates, match = self._state.snapshot(request, head.subset, parsed_ms)
         rows = self._rows(request, candidates)
         started_ms = self._clock.monotonic_ms()
-        self._metrics.stage("features", started_ms - received_ms)
+        self._metrics.stage("features", started_ms - parsed_ms)
         prediction = await self._ladder.predict(
             rows,
             candidates.addresses,
             candidates.uncached_tokens + candidates.pending_uncached_tokens,
-            self._options.predict_deadline_ms,
+            self._options.decision_budget_ms - (started_ms - received_ms),
         )
         predicted_ms = self._clock.monotonic_ms()
         self._metrics.stage("predict", predicted_ms - started_ms)

@@ -78,7 +78,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
             DirectorOptions(
                 pool=settings.pool,
                 listed_endpoints=settings.listed_endpoints,
-                predict_deadline_ms=min(settings.predict_deadline_ms, settings.decision_budget_ms),
+                decision_budget_ms=settings.decision_budget_ms,
                 parsing=ParseConfig(
                     trust_request_headers=settings.trust_request_headers, max_body_bytes=settings.max_body_bytes
                 ),
@@ -129,7 +129,13 @@ async def _predictions(
         await open_until_end.enter_async_context(_tasks(stop, bundles.run(), _learned_lengths(state, bundles)))
         if urls:
             await open_until_end.enter_async_context(client)
-        yield Ladder(client if urls else None, bundles, metrics, clock, config=LadderConfig(first=settings.ladder))
+        yield Ladder(
+            client if urls else None,
+            bundles,
+            metrics,
+            clock,
+            config=LadderConfig(first=settings.ladder, remote_ms=settings.predict_deadline_ms),
+        )
 
 
 def _profiles(settings: RouterSettings) -> Profiles:

@@ -15,6 +15,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from shared.cancellation import raise_if_cancelled
 from shared.errors import FieldError
 from shared.names import samples_subject
 from shared.samples import LatencySample, decode_sample
@@ -56,6 +57,7 @@ class OutcomeSubscriber:
                 await self._read_until(closed, client)
                 self._log.warning("nats connection closed; connecting anew")
             self._connected.set(0)
+            raise_if_cancelled()
             await asyncio.sleep(delay_s)
             delay_s = min(_LAST_DELAY_S, delay_s * 2)
 
@@ -76,6 +78,7 @@ class OutcomeSubscriber:
 
     async def _read_until(self, closed: asyncio.Event, client: Client) -> None:
         try:
+            raise_if_cancelled()  # dropped while it connected, it would be missed in the endless wait
             await client.subscribe(samples_subject(self._pool), cb=self._on_sample)
             await closed.wait()
         finally:

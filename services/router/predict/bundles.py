@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 
 from services.router.predict.metrics import PredictMetrics
 from shared.bundle import BundleGate, BundleManifest, BundleRefusedError, Calibration, Refusal, notice_concerns, unseal
+from shared.cancellation import raise_if_cancelled
 from shared.clock import Clock
 from shared.errors import ContractError, IntegrityError
 from shared.features import SCHEMA_HASH
@@ -92,14 +93,14 @@ class BundleWatcher:
                         await self._next_look(notices)
             except (RedisError, OSError, TimeoutError) as error:
                 self._lost(error)
-                _heed_cancellation()
+                raise_if_cancelled()
                 await asyncio.sleep(_RECONNECT_S)
 
     async def _next_look(self, notices: PubSub) -> None:
         """Wait for a notice of our pool or for the poll, whichever comes first."""
         due_ms = self._clock.monotonic_ms() + self._poll_ms
         while (left_ms := due_ms - self._clock.monotonic_ms()) > 0:
-            _heed_cancellation()
+            raise_if_cancelled()
             message = await notices.get_message(ignore_subscribe_messages=True, timeout=left_ms / 1e3)
             if message is not None and notice_concerns(message["data"], (self._pool,)):
                 return
@@ -205,12 +206,3 @@ class BundleWatcher:
         if self._connected:
             self._connected = False
             self._log.warning("redis is away; bundle and calibration in use stay", error=type(error).__name__)
-
-
-def _heed_cancellation() -> None:
-    """Python 3.11's `asyncio.wait_for`, through which redis-py sends, swallows a cancellation that comes as it ends:
-    without this look, stopping could hang.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError

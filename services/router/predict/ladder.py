@@ -37,6 +37,8 @@ class LadderConfig:
     """`first`: the step that is tried first."""
 
     first: First = "predictor"
+    remote_ms: float = 40.0
+    """Deadline of the remote step; what is left of the decision's budget is the next step's."""
     reserve_ms: float = 5.0
     """What the remote step leaves of the deadline for the own bundle: 100 rows take 0.6 ms of CPU."""
     inline_max_rows: int = 512
@@ -134,6 +136,7 @@ class Ladder:
     async def _remote(self, rows: FloatMatrix, left_ms: float) -> RawAnswer | None:
         if self._client is None:
             return None
+        left_ms = min(left_ms, self._config.remote_ms)
         if self._order[-1] is Rung.IN_PROCESS and self._bundles is not None and self._bundles.model is not None:
             left_ms -= min(self._config.reserve_ms, left_ms / 2)
         if left_ms <= 0:

@@ -196,3 +196,11 @@ async def test_an_answer_of_an_unknown_bundle_is_valid_and_passed_on_raw():
     prediction = await ask(ladder)
     assert np.array_equal(prediction.columns["ttft_p50"], expected(rows_of(1, 2, 3), offset=7.0)[:, 0])
     assert registry.get_sample_value("leadtime_router_predict_uncalibrated_total") == 1
+
+
+async def test_the_remote_step_gets_its_own_deadline_and_leaves_the_budget_to_the_own_copy():
+    """A stall of the event loop past the remote deadline must not cost the own copy its turn."""
+    client = FakeClient(PredictError(FailureReason.TIMEOUT, "late"))
+    ladder, _ = make(client, FakeBundles(OWN), remote_ms=40.0)
+    assert (await ask(ladder, deadline_ms=100.0)).rung is Rung.IN_PROCESS
+    assert client.deadlines[0] <= 40.0
