@@ -18,6 +18,7 @@ from services.predictor.metrics import PredictorMetrics
 from services.predictor.settings import Device, DevicePolicy
 from services.predictor.slot import Refused, Served, Slot, load_on_device
 from shared.bundle import BundleGate, BundleRefusedError, Refusal, notice_concerns
+from shared.cancellation import raise_if_cancelled
 from shared.clock import Clock
 from shared.features import SCHEMA_HASH
 from shared.lifecycle import Readiness
@@ -74,14 +75,14 @@ class BundleWatch:
                         await self._next_look(notices)
             except (RedisError, OSError, TimeoutError) as error:
                 self._lost(error)
-                _heed_cancellation()
+                raise_if_cancelled()
                 await asyncio.sleep(_RECONNECT_S)
 
     async def _next_look(self, notices: PubSub) -> None:
         """Wait for a notice of our pools or for the poll, whichever comes first."""
         due_ms = self._clock.monotonic_ms() + self._poll_ms
         while (left_ms := due_ms - self._clock.monotonic_ms()) > 0:
-            _heed_cancellation()
+            raise_if_cancelled()
             message = await notices.get_message(ignore_subscribe_messages=True, timeout=left_ms / 1e3)
             if message is not None and notice_concerns(message["data"], self._pools):
                 return
@@ -159,12 +160,3 @@ class BundleWatch:
         if self._connected:
             self._connected = False
             self._log.warning("redis is away; the bundles in use stay", error=type(error).__name__)
-
-
-def _heed_cancellation() -> None:
-    """Python 3.11's `asyncio.wait_for`, through which redis-py sends, swallows a cancellation that comes as it ends:
-    without this look, stopping could hang.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError

@@ -10,7 +10,7 @@ asked about every 5 s, because a deleted one may give no sign. NATS may be away 
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 import nats
@@ -21,10 +21,10 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
 from nats.js.errors import NotFoundError
 
-from services.trainer.cancellation import raise_if_cancelled
 from services.trainer.intake import POISON, Intake, Reject, Taken
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.settings import TrainerSettings
+from shared.cancellation import raise_if_cancelled
 from shared.names import SAMPLES_STREAM, samples_subject, trainer_durable
 from shared.streams import samples_stream_config
 
@@ -33,6 +33,8 @@ IDLE_CHECK_S: Final = 5.0
 CALL_TIMEOUT_S: Final = 2.0
 REPLAY_IDLE_S: Final = 30.0
 MAX_ACK_PENDING: Final = 5_000
+# What a call of NATS may raise while it is away or at fault.
+_ERRORS: Final = (nats.errors.Error, TimeoutError, OSError)
 
 Sink = Callable[[Sequence[Taken], bool], None]
 
@@ -68,33 +70,42 @@ class SampleConsumer:
     async def run(self) -> None:
         """Consume until cancelled."""
         self.rebuilt = False
-        client = await self._connect()
-        try:
-            while True:
-                try:
-                    await self._session(client)
-                except (nats.errors.Error, TimeoutError, OSError) as error:
-                    raise_if_cancelled()
-                    self._failed(error)
-                    await asyncio.sleep(RETRY_S)
-        finally:
-            self.connected = False
-            with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):
-                await client.flush(1)
-            with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):
-                await client.close()
+        while True:
+            try:
+                async with self._connection() as client:
+                    # nats-py closes for good after most errors that a server sends: then another client takes over.
+                    while not client.is_closed:
+                        await self._until_it_fails(client)
+            except _ERRORS as error:
+                self._failed(error)
+            raise_if_cancelled()
+            await asyncio.sleep(RETRY_S)
 
-    async def _connect(self) -> Client:
+    @contextlib.asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Client]:
         async def on_error(error: Exception) -> None:
             self._failed(error)
 
-        options = self._settings.nats.connect_options()
-        while True:
-            try:
-                return await nats.connect(name=f"leadtime-trainer-{self._settings.pool}", error_cb=on_error, **options)
-            except (nats.errors.Error, TimeoutError, OSError) as error:
-                self._failed(error)
-                await asyncio.sleep(RETRY_S)
+        client = await nats.connect(
+            name=f"leadtime-trainer-{self._settings.pool}", error_cb=on_error, **self._settings.nats.connect_options()
+        )
+        try:
+            yield client
+        finally:
+            self.connected = False
+            with contextlib.suppress(*_ERRORS):
+                await client.flush(1)
+            with contextlib.suppress(*_ERRORS):
+                await client.close()
+
+    async def _until_it_fails(self, client: Client) -> None:
+        raise_if_cancelled()
+        try:
+            await self._session(client)
+        except _ERRORS as error:
+            raise_if_cancelled()
+            self._failed(error)
+            await asyncio.sleep(RETRY_S)
 
     async def _session(self, client: Client) -> None:
         """Ensure, replay once, follow; ends only by an error."""

@@ -25,7 +25,7 @@ from shared.bundle import Bundle, BundleManifest, Rendering, TargetMetrics, bund
 from shared.errors import IntegrityError
 from shared.features import SCHEMA, FloatMatrix
 from shared.inference import BundleModel
-from shared.prediction import TARGETS
+from shared.prediction import TARGETS, plausible
 
 LIBRARIES: Final = ("xgboost-cpu", "numpy", "scipy", "onnx", "onnxmltools", "onnxruntime")
 # Newest rows by which a new bundle's calibration is warmed: a bias is settled after 200, a P99 offset never sooner.
@@ -81,7 +81,9 @@ def _fit_and_judge(
     held_out = _held_out(snapshot, options.fit.held_out_fraction)
     ours = {target: model.predict(held.rows) for target, held in held_out.items()}
     theirs = {target: champion.model.predict(held.rows) for target, held in held_out.items()} if champion else None
-    their_outputs = champion.model.outputs if champion else ()
+    if theirs is not None and not all(map(plausible, theirs.values())):
+        theirs = None  # nonsense can't be compared with: the challenger is judged as the first would be
+    their_outputs = champion.model.outputs if champion and theirs is not None else ()
     edges = options.calibration.backlog_edges_tokens
     outputs = model.outputs
     report = replace(
@@ -187,7 +189,10 @@ def observe_rows(
     rows: FloatMatrix = snapshot.rows[start:end]
     if not len(rows):
         return
-    predictions = champion.model.predict(rows).tolist()
+    answers = champion.model.predict(rows)
+    if not plausible(answers):
+        return
+    predictions = answers.tolist()
     backlog = backlog_tokens(rows).tolist()
     columns = [snapshot.targets[target][start:end].tolist() for target in TARGETS]
     for row, endpoint in enumerate(snapshot.endpoints[start:end]):

@@ -20,7 +20,6 @@ from redis.exceptions import RedisError
 
 from services.trainer.basis import backlog_tokens
 from services.trainer.calibrate import Calibrator, OutputLengths
-from services.trainer.cancellation import raise_if_cancelled
 from services.trainer.champion import Champion
 from services.trainer.consumer import SampleConsumer
 from services.trainer.cycle import CycleReport, observe_rows, run_cycle, warmed
@@ -30,11 +29,12 @@ from services.trainer.metrics import TrainerMetrics
 from services.trainer.publish import BundleStore
 from services.trainer.settings import TrainerSettings
 from services.trainer.window import SampleWindow
+from shared.cancellation import raise_if_cancelled
 from shared.clock import Clock
 from shared.errors import ContractError
 from shared.features import SCHEMA, FloatMatrix
 from shared.lifecycle import Readiness
-from shared.prediction import TARGETS
+from shared.prediction import TARGETS, plausible
 
 STORE: Final = "redis"
 WINDOW: Final = "window"
@@ -190,8 +190,10 @@ class Trainer:
         if self._champion is None or self._calibrator is None or not batch:
             return
         rows: FloatMatrix = np.stack([taken.row for taken in batch])
-        predictions = self._champion.model.predict(rows).tolist()
-        outputs = self._champion.model.outputs
+        answers = self._champion.model.predict(rows)
+        if not plausible(answers):
+            return  # a saved bundle that answers nonsense: nothing to learn of it, and the next fit replaces it
+        predictions, outputs = answers.tolist(), self._champion.model.outputs
         for taken, predicted, backlog in zip(batch, predictions, backlog_tokens(rows).tolist(), strict=True):
             named = dict(zip(outputs, predicted, strict=True))
             self._calibrator.observe(named, taken.targets, backlog, taken.sample.endpoint)

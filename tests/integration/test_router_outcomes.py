@@ -2,24 +2,31 @@
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import nats
 from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
 
 from services.router.outcomes import OutcomeSubscriber
 from shared.names import samples_subject
 from shared.samples import LatencySample, encode_sample
 from shared.settings import NatsSettings
-from tests.servers import NatsServer, until
+from tests.servers import NatsServer, nats_server, until
 from tests.unit.router.test_decisions import sample
 
 
+def to(server: NatsServer) -> dict[str, Any]:
+    return NatsSettings(servers=server.url).connect_options()
+
+
 @contextlib.asynccontextmanager
-async def subscribed(server: NatsServer) -> AsyncIterator[tuple[list[LatencySample], CollectorRegistry]]:
+async def subscribed(options: dict[str, Any]) -> AsyncIterator[tuple[list[LatencySample], CollectorRegistry]]:
     seen: list[LatencySample] = []
     registry = CollectorRegistry()
-    options = NatsSettings(servers=server.url).connect_options()
     task = asyncio.create_task(OutcomeSubscriber("default", options, seen.append, registry).run())
     try:
         yield seen, registry
@@ -29,9 +36,9 @@ async def subscribed(server: NatsServer) -> AsyncIterator[tuple[list[LatencySamp
             await task
 
 
-async def publish_until_seen(server: NatsServer, seen: list[LatencySample], name: str) -> None:
+async def publish_until_seen(url: str, seen: list[LatencySample], name: str) -> None:
     """Plain NATS keeps nothing: publish until the subscriber is there."""
-    client = await nats.connect(server.url)
+    client = await nats.connect(url)
 
     async def seen_after_publishing() -> bool:
         await client.publish(samples_subject("default"), encode_sample(sample(name)))
@@ -45,8 +52,8 @@ async def publish_until_seen(server: NatsServer, seen: list[LatencySample], name
 
 
 async def test_samples_reach_the_router_and_damage_is_counted(nats: NatsServer) -> None:
-    async with subscribed(nats) as (seen, registry):
-        await publish_until_seen(nats, seen, "first")
+    async with subscribed(to(nats)) as (seen, registry):
+        await publish_until_seen(nats.url, seen, "first")
         await _raw(nats, b"{not a sample")
         await until(
             lambda: registry.get_sample_value("leadtime_router_outcomes_total", {"result": "invalid"}) == 1,
@@ -55,19 +62,41 @@ async def test_samples_reach_the_router_and_damage_is_counted(nats: NatsServer) 
 
 
 async def test_they_come_again_after_a_restart(nats: NatsServer) -> None:
-    async with subscribed(nats) as (seen, registry):
-        await publish_until_seen(nats, seen, "before")
+    async with subscribed(to(nats)) as (seen, registry):
+        await publish_until_seen(nats.url, seen, "before")
         await nats.kill()
         await until(lambda: registry.get_sample_value("leadtime_router_nats_connected") == 0, "the loss is seen")
         await nats.start()
-        await publish_until_seen(nats, seen, "after")
+        await publish_until_seen(nats.url, seen, "after")
+
+
+async def test_a_connection_that_the_client_gave_up_is_made_anew(tmp_path: Path) -> None:
+    """nats-py closes for good when a server that reloads its passwords throws it out."""
+    config = tmp_path / "nats.conf"
+
+    def allow(password: str) -> None:
+        config.write_text(f'authorization {{ user: leadtime, password: "{password}" }}\n')
+
+    allow("right")
+    async with nats_server(tmp_path, extra=["-c", str(config)]) as server:
+        options = NatsSettings(servers=server.url, user="leadtime", password=SecretStr("right")).connect_options()
+        url = server.url.replace("nats://", "nats://leadtime:right@")
+        async with subscribed(options) as (seen, registry):
+            await publish_until_seen(url, seen, "before")
+            allow("another")
+            server.send(signal.SIGHUP)
+            await until(lambda: registry.get_sample_value("leadtime_router_nats_connected") == 0, "the router is out")
+            allow("right")
+            server.send(signal.SIGHUP)
+            await until(lambda: registry.get_sample_value("leadtime_router_nats_connected") == 1, "it is in again")
+            await publish_until_seen(url, seen, "after")
 
 
 async def test_the_router_waits_for_a_nats_that_is_not_there_yet(nats: NatsServer) -> None:
     await nats.stop()
-    async with subscribed(nats) as (seen, _):
+    async with subscribed(to(nats)) as (seen, _):
         await nats.start()
-        await publish_until_seen(nats, seen, "later")
+        await publish_until_seen(nats.url, seen, "later")
 
 
 async def _raw(server: NatsServer, data: bytes) -> None:

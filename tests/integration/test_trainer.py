@@ -28,7 +28,7 @@ from shared.names import (
 )
 from shared.samples import encode_sample
 from tests.integration.trainer_service import publish, running_trainer, stream
-from tests.servers import NatsServer, RedisServer, ServerProcess, fetch, free_port, until
+from tests.servers import NatsServer, RedisServer, ServerProcess, fetch, free_port, nats_server, until
 
 POINTER = bundle_pointer_key("default", SCHEMA.hash)
 SAMPLES = as_samples(observe(1200, seed=21))
@@ -164,6 +164,22 @@ async def test_nats_may_restart(nats, redis):
         await until(again, "the publisher has reconnected")
         await trainer.taken(120)
         assert (await trainer.model())["window"]["rows"] == 120
+
+
+async def test_a_connection_that_the_client_gave_up_is_made_anew(tmp_path, redis):
+    """nats-py closes for good after most errors that a server sends, as this one for a limit of one subscription."""
+    config = tmp_path / "nats.conf"
+    config.write_text("max_subscriptions: 1\n")
+    async with (
+        nats_server(tmp_path, extra=["-c", str(config)]) as server,
+        running_trainer(server.url, redis.url) as trainer,
+    ):
+        await until(lambda: "maximum subscriptions" in server.log(), "the limit was met")
+        config.write_text("max_subscriptions: 0\n")
+        await server.restart()
+        async with stream(server.url) as context:
+            await publish(context, SAMPLES[:50])
+            await trainer.taken(50)
 
 
 async def test_a_stream_that_was_lost_is_made_again(nats, redis):

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from services.trainer.cancellation import raise_if_cancelled
+from shared.cancellation import raise_if_cancelled
 
 
 async def test_a_task_whose_cancellation_was_dropped_ends_at_the_next_look():
