@@ -5,7 +5,7 @@ from services.router.request.inference_request import InferenceRequest
 from services.router.request.tokens import TokenEstimator
 from services.router.state.exposition import EndpointCollector
 from services.router.state.pool import PoolConfig, PoolState
-from shared.clock import SystemClock
+from tests.fakes.manual_clock import ManualClock
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
@@ -13,7 +13,7 @@ A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 def test_in_flight_requests_and_tokens_are_read_live_and_gone_endpoints_have_no_series():
     pool = PoolState(PoolConfig(), salt=b"s", tokens=TokenEstimator())
     registry = CollectorRegistry()
-    registry.register(EndpointCollector(pool, SystemClock()))
+    registry.register(EndpointCollector(pool, ManualClock(1.0)))
     for address in (A, B):
         pool.add_endpoint(address, now_ms=0.0)
         pool.set_ready(address, ready=True)
