@@ -36,6 +36,7 @@ from services.router.state.scraper import ScrapeConfig, Scraper
 from shared.clock import Clock, SystemClock
 from shared.lifecycle import Readiness, run, serve_http
 
+_FIRST_ENDPOINT_S: Final = 2.0
 _TICK_S: Final = 0.1
 _ENDPOINT: Final = "endpoint"
 
@@ -93,17 +94,19 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
         outcomes = OutcomeSubscriber(settings.pool, settings.nats.connect_options(), director.observe, registry)
         extproc = ExtProcServer(director, registry, max_body_bytes=settings.max_body_bytes)
         app = admin_app(settings, readiness, registry, director, state, ladder, metrics, clock, pipeline)
-        ports = await extproc.start(
-            settings.extproc_host, settings.extproc_port, settings.health_port, _credentials(settings)
-        )
         async with (
             serve_http(app, settings.http_host, settings.http_port) as http,
-            _tasks(stop, discovery.run(), scraper.run(), outcomes.run(), _tick(state, readiness, extproc, clock)),
+            _tasks(stop, discovery.run(), scraper.run(), outcomes.run()),
         ):
-            log.info("router serving", extproc_port=ports[0], health_port=ports[1], http_port=http[1])
-            await stop.wait()
-            readiness.stopping = True
-            await extproc.stop(settings.drain_s)
+            await _first_endpoint(state, stop)
+            ports = await extproc.start(
+                settings.extproc_host, settings.extproc_port, settings.health_port, _credentials(settings)
+            )
+            async with _tasks(stop, _tick(state, readiness, extproc, clock)):
+                log.info("router serving", extproc_port=ports[0], health_port=ports[1], http_port=http[1])
+                await stop.wait()
+                readiness.stopping = True
+                await extproc.stop(settings.drain_s)
 
 
 @contextlib.asynccontextmanager
@@ -151,6 +154,16 @@ def _credentials(settings: RouterSettings) -> grpc.ServerCredentials | None:
     if settings.tls_client_ca_file is None:
         return grpc.ssl_server_credentials([pair])
     return grpc.ssl_server_credentials([pair], settings.tls_client_ca_file.read_bytes(), require_client_auth=True)
+
+
+async def _first_endpoint(state: PoolState, stop: asyncio.Event) -> None:
+    """Wait for an endpoint to be ready, or for the limit: a restarted router that takes requests before it has seen its
+    endpoints refuses them, where Envoy without it would have served them.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_FIRST_ENDPOINT_S):
+            while not (state.ready_endpoints or stop.is_set()):  # noqa: ASYNC110 - the table has no event to await
+                await asyncio.sleep(_TICK_S)
 
 
 async def _tick(state: PoolState, readiness: Readiness, extproc: ExtProcServer, clock: Clock) -> None:
