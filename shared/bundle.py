@@ -16,6 +16,7 @@ import re
 import struct
 from collections.abc import Container, Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -272,6 +273,11 @@ class BundleGate:
             self._refused = (version, now_ms)
 
 
+# Far beyond what is applied (shared.inference cuts at 1.5), and far below what overflows when several are added.
+_Log = Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)]
+_Tokens = Annotated[float, Field(ge=0, le=16_777_216, allow_inf_nan=False)]
+
+
 class Calibration(BaseModel):
     """What moves faster than a refit: published every second beside the bundle it belongs to (CONTRACTS §6).
 
@@ -284,13 +290,13 @@ class Calibration(BaseModel):
 
     pool: str
     bundle_version: str
-    sequence: int
-    updated_unix_ms: float
-    log_bias: dict[str, float] = Field(default_factory=dict)
-    backlog_edges_tokens: list[float] = Field(default_factory=list)
-    quantile_log_offset: dict[str, list[float]] = Field(default_factory=dict)
-    endpoint_log_bias: dict[str, dict[str, float]] = Field(default_factory=dict)
-    expected_output_tokens: dict[str, float] = Field(default_factory=dict)
+    sequence: Annotated[int, Field(ge=0)]
+    updated_unix_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    log_bias: dict[str, _Log] = Field(default_factory=dict)
+    backlog_edges_tokens: Annotated[list[_Tokens], Field(max_length=256)] = Field(default_factory=list)
+    quantile_log_offset: dict[str, list[_Log]] = Field(default_factory=dict)
+    endpoint_log_bias: dict[str, dict[str, _Log]] = Field(default_factory=dict)
+    expected_output_tokens: dict[str, _Tokens] = Field(default_factory=dict)
 
     def encode(self) -> bytes:
         return self.model_dump_json().encode()
@@ -307,7 +313,10 @@ class Calibration(BaseModel):
             ) from None
         if calibration.pool != pool:
             raise FieldError("calibration.pool", calibration.pool, pool)
-        bins = len(calibration.backlog_edges_tokens) + 1
+        edges = calibration.backlog_edges_tokens
+        if any(low >= high for low, high in pairwise(edges)):
+            raise FieldError("calibration.backlog_edges_tokens", "edges out of order", "ascending edges")
+        bins = len(edges) + 1
         for name, offsets in calibration.quantile_log_offset.items():
             if len(offsets) != bins:
                 raise FieldError(f"calibration.quantile_log_offset.{name}", f"{len(offsets)} values", f"{bins} values")

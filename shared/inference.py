@@ -17,7 +17,7 @@ import onnxruntime as ort
 from shared.bundle import GRAPH_INPUT, GRAPH_OUTPUT, Bundle, Calibration, RenderingName
 from shared.errors import IntegrityError
 from shared.features import FloatMatrix
-from shared.prediction import IN_RANGE, QUANTILES, TARGETS
+from shared.prediction import IN_RANGE, QUANTILES, TARGETS, plausible
 
 CPU_PROVIDER: Final = "CPUExecutionProvider"
 # A calibration may bend a prediction by this factor at most, either way: beyond it the model is wrong, not its scale.
@@ -53,15 +53,21 @@ class BundleModel:
             self.provider: str = self._session.get_providers()[0]
             self.bundle_version = bundle.manifest.version
             self.outputs = tuple(bundle.manifest.outputs)
-            answer = self.predict(np.zeros((2, width), np.float32))
+            answers = [self.predict(np.stack([np.zeros(width), np.ones(width)] * n).astype(np.float32)) for n in (1, 2)]
         except IntegrityError:
             raise
         except Exception as error:  # ONNX Runtime raises bare Exceptions of many classes
             raise IntegrityError(
                 f"rendering {rendering} can't be loaded: {type(error).__name__}: {str(error)[:200]}"
             ) from error
-        if answer.shape != (2, len(self.outputs)) or not np.isfinite(answer).all():
-            raise IntegrityError(f"graph answers {answer.shape} for 2 rows; {len(self.outputs)} finite columns are due")
+        for answer, rows in zip(answers, (2, 4), strict=True):  # two sizes: a graph may have one built in
+            due = (rows, len(self.outputs))
+            if answer.shape != due or answer.dtype != np.float32:
+                raise IntegrityError(
+                    f"graph answers {answer.dtype} {answer.shape} for {rows} rows; float32 {due} is due"
+                )
+            if not plausible(answer):
+                raise IntegrityError("graph answers values that no latency can have")
 
     def predict(self, rows: FloatMatrix) -> FloatMatrix:
         """float32 (n, F) → float32 (n, K), K as `outputs`; raw model output, uncalibrated."""

@@ -14,12 +14,21 @@ from shared.features import FloatMatrix
 from shared.names import POOL_PATTERN
 
 MAX_ROWS: Final = 16_384
+MAX_PREDICTED_MS: Final = 86_400_000.0
 
 TARGETS: Final = ("ttft", "tpot", "e2e")
 QUANTILES: Final = ("p50", "p90", "p99")
 IN_RANGE: Final = "in_range"
 # Every output a bundle may have, in order; a target that wasn't trained is absent from a bundle's own list.
 OUTPUTS: Final = (*(f"{target}_{quantile}" for target in TARGETS for quantile in QUANTILES), IN_RANGE)
+
+
+def plausible(values: FloatMatrix) -> bool:
+    """Whether every value of an answer, float32 (n, K), can be true: finite, 0 to one day in ms.
+
+    A bundle that is whole and signed may still answer nonsense; a decision by it is worse than one without it.
+    """
+    return not values.size or bool(values.min() >= 0.0 and values.max() <= MAX_PREDICTED_MS)
 
 
 class PredictRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,7 +56,7 @@ def decode_request(body: bytes) -> PredictRequest:
         request = _request_decoder.decode(body)
     except msgspec.ValidationError as error:
         raise FieldError("body", str(error), "{pool: text, schema: text, rows: [[number, …], …]}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FieldError("body", f"{len(body)} bytes that are not JSON ({error})", "a JSON object") from None
     check_header(request.pool, request.schema)
     return request

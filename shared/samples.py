@@ -9,6 +9,7 @@ Limits: no prompt, no completion, no header value but the model's name ever ente
 
 import base64
 import binascii
+import math
 from enum import StrEnum
 from typing import Final
 
@@ -19,6 +20,9 @@ from shared.errors import FieldError
 from shared.features import SCHEMA, FloatMatrix
 
 DECISION_VERSION: Final = 1
+# Readers keep these texts as keys: without a limit one message could fill their memory.
+TEXT_LIMITS: Final = {"decision_id": 64, "pool": 63, "model": 512, "endpoint": 300}
+_LAST_UNIX_MS: Final = 253_402_300_800_000.0
 
 
 class Rung(StrEnum):
@@ -133,7 +137,7 @@ def decode_decision(text: str) -> DecisionMetadata:
     """Unpack the metadata string; raises FieldError for damage or an unknown version."""
     try:
         decision = _decision_decoder.decode(base64.b64decode(text, validate=True))
-    except (msgspec.MsgspecError, binascii.Error, ValueError) as error:
+    except (msgspec.MsgspecError, binascii.Error, ValueError, RecursionError) as error:
         raise FieldError(
             "decision metadata", f"{len(text)} characters that don't decode ({error})", "base64 of msgpack"
         ) from None
@@ -165,7 +169,7 @@ def decode_sample(data: bytes) -> LatencySample:
         sample = _sample_decoder.decode(data)
     except msgspec.ValidationError as error:
         raise FieldError("sample", str(error), "a LatencySample") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the last: nested thousands deep
         raise FieldError(
             "sample", f"{len(data)} bytes that are not JSON ({error})", "a LatencySample as JSON"
         ) from None
@@ -179,6 +183,17 @@ def check_sample(sample: LatencySample) -> None:
         value = getattr(sample, name)
         if value is not None and not (0.0 < value < 86_400_000.0):
             raise FieldError(f"sample.{name}", str(value), "above 0 and below 86400000 ms (one day)")
+    for name, limit in TEXT_LIMITS.items():
+        length = len(getattr(sample, name))
+        if not 0 < length <= limit:
+            raise FieldError(f"sample.{name}", f"text of {length} characters", f"1 to {limit} characters")
+    for name in ("received_unix_ms", "completed_unix_ms"):
+        value = getattr(sample, name)
+        if not (0.0 <= value <= _LAST_UNIX_MS):
+            raise FieldError(f"sample.{name}", str(value), f"0 to {_LAST_UNIX_MS:.0f} (the year 9999)")
+    for output, value in (sample.prediction or {}).items():
+        if not (0.0 <= value < math.inf):
+            raise FieldError(f"prediction.{output[:32]}", str(value), "a finite number from 0")
     for name in ("input_tokens", "cached_tokens", "output_tokens"):
         value = getattr(sample, name)
         if value is not None and not (0 <= value <= 16_777_216):

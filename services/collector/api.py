@@ -61,7 +61,7 @@ def read_samples(body: bytes, pool: str, limit: int) -> list[LatencySample]:
         return [_checked(body, pool)]
     try:
         items = msgspec.json.decode(body, type=list[msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FieldError("samples", f"{len(body)} bytes that are not JSON ({error})", "a list of samples") from None
     if not items:
         raise FieldError("samples", "an empty list", "at least one sample")

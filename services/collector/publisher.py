@@ -249,7 +249,7 @@ class Publisher:
             return
         try:
             ack = self._decoder.decode(message.data)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             self._metrics.publish_retries.labels("bad_answer").inc()
             return  # the time-out sends it again
         if ack.error is None:

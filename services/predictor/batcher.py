@@ -1,6 +1,6 @@
 """Requests of one pool → model runs. Between the HTTP edge and the model; no I/O.
 
-Rows are checked before they are merged, so a bad request can't fail its neighbours; an answer that isn't finite fails
+Rows are checked before they are merged, so a bad request can't fail its neighbours; an answer that can't be true fails
 the request whose rows it belongs to and no other.
 
 A small run stays on the event loop: handing 100 rows to a thread costs more than it frees (see the README's figures).
@@ -11,8 +11,6 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-
 from services.predictor.metrics import PredictorMetrics
 from services.predictor.slot import Served, Slot
 from shared.clock import Clock
@@ -20,6 +18,7 @@ from shared.coalescing import CallLater, Coalescer
 from shared.errors import LeadtimeError
 from shared.features import FloatMatrix
 from shared.inference import CPU_PROVIDER
+from shared.prediction import plausible
 
 
 class NoBundleError(LeadtimeError):
@@ -95,8 +94,8 @@ class Batcher:
             raise NoBundleError(f"pool {self.slot.pool} has no verified bundle yet")
         submitted_ms = self._clock.monotonic_ms()
         values, run = await self._coalescer.submit(rows)
-        if not np.isfinite(values).all():
-            raise ModelFaultError(f"bundle {run.served.manifest.version} answered a value that isn't finite")
+        if not plausible(values):
+            raise ModelFaultError(f"bundle {run.served.manifest.version} answered a value that no latency can have")
         return Answer(values, run.served, run.started_ms - submitted_ms)
 
     async def close(self) -> None:

@@ -30,6 +30,7 @@ from shared.coalescing import Coalescer, OverloadedError
 from shared.errors import FieldError
 from shared.features import SCHEMA_HASH, FloatMatrix
 from shared.names import HEADER_BUNDLE, HEADER_OUTPUTS, HEADER_POOL, HEADER_SCHEMA, PREDICT_PATH, ROWS_CONTENT_TYPE
+from shared.prediction import OUTPUTS, plausible
 
 _BUNDLE: Final = HEADER_BUNDLE.encode()
 _OUTPUTS: Final = HEADER_OUTPUTS.encode()
@@ -38,6 +39,7 @@ _UPKEEP_S: Final = 0.1
 _PROBE_TIMEOUT_S: Final = 1.0
 _RESOLVE_TIMEOUT_S: Final = 2.0
 _RESOLVE_RETRY_MS: Final = 1_000.0
+_MAX_VERSION_BYTES: Final = 64
 
 Resolve = Callable[[str, int], Awaitable[Sequence[tuple[str, int]]]]
 
@@ -131,6 +133,7 @@ class PredictorClient:
         self._replicas = ReplicaSet(self._config.circuit)
         self._idle: dict[Address, list[Connection]] = {}
         self._addresses: dict[_Origin, list[Address]] = {}
+        self._unresolved: set[_Origin] = set()
         self._resolve_at_ms = float("-inf")
         authorization = f"authorization: Bearer {token}\r\n" if token else ""
         self._head = (
@@ -270,14 +273,18 @@ class PredictorClient:
             if not all(named):
                 raise PredictError(FailureReason.BAD_ANSWER, f"no {HEADER_BUNDLE} or {HEADER_OUTPUTS} header")
             outputs = tuple(named[1].decode("latin-1").split(","))
+            if not set(outputs) <= set(OUTPUTS) or len(set(outputs)) != len(outputs):
+                raise PredictError(FailureReason.BAD_ANSWER, f"{HEADER_OUTPUTS} names columns that don't exist")
+            if len(named[0]) > _MAX_VERSION_BYTES:
+                raise PredictError(FailureReason.BAD_ANSWER, f"{HEADER_BUNDLE} has {len(named[0])} bytes")
             self._source = named, _Source(outputs, named[0].decode("latin-1"))
         source = self._source[1]
         if len(response.body) != 4 * count * len(source.outputs):
             detail = f"{len(response.body)} bytes for {count} rows of {len(source.outputs)} outputs"
             raise PredictError(FailureReason.BAD_ANSWER, detail)
         values = np.frombuffer(response.body, "<f4").reshape(count, len(source.outputs))
-        if not np.isfinite(values).all():
-            raise PredictError(FailureReason.BAD_ANSWER, "a value that isn't finite")
+        if not plausible(values):
+            raise PredictError(FailureReason.BAD_ANSWER, "a value that no latency can have")
         return values, source
 
     async def _exchange(self, address: Address, request: bytes) -> Response:
@@ -340,12 +347,17 @@ class PredictorClient:
             try:
                 async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
                     found = await self._resolve(origin.host, origin.port)
-            except OSError as error:  # a TimeoutError is one too
+            except (OSError, UnicodeError) as error:  # a TimeoutError is an OSError; names can be no names at all
                 complete = False
                 self._metrics.resolve_failed()
-                known = len(self._addresses.get(origin, ()))
-                self._log.warning("predictor not resolved", origin=origin.url, error=type(error).__name__, known=known)
+                if origin not in self._unresolved:
+                    self._unresolved.add(origin)
+                    known = len(self._addresses.get(origin, ()))
+                    self._log.warning(
+                        "predictor not resolved", origin=origin.url, error=type(error).__name__, known=known
+                    )
             else:
+                self._unresolved.discard(origin)
                 self._addresses[origin] = [Address(host, port, origin.url) for host, port in found]
         for replica in self._replicas.update(a for addresses in self._addresses.values() for a in addresses):
             self._drop(replica.address)

@@ -22,6 +22,7 @@ from services.router.predict.types import Prediction
 from shared.clock import Clock
 from shared.features import FloatMatrix
 from shared.inference import as_columns
+from shared.prediction import plausible
 from shared.samples import Rung
 
 First = Literal["predictor", "in_process"]
@@ -157,6 +158,8 @@ class Ladder:
                     values = await asyncio.to_thread(model.predict, rows)
             except TimeoutError:
                 raise PredictError(FailureReason.TIMEOUT, f"no answer within {left_ms:g} ms") from None
+        if not plausible(values):
+            raise PredictError(FailureReason.BAD_ANSWER, "a value that no latency can have")
         return RawAnswer(values, model.outputs, model.bundle_version)
 
     def _prediction(

@@ -251,7 +251,7 @@ class Scraper:
             raise _ProbeFailed(ScrapeFailure.HTTP_STATUS)
         try:
             listed = self._models.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             raise _ProbeFailed(ScrapeFailure.MODELS_INVALID) from None
         return frozenset(model.id for model in listed.data[:_MAX_MODELS])
 

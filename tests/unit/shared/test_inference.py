@@ -53,7 +53,7 @@ def test_a_bundle_answers_every_row_in_order():
         (b"no graph", "loaded"),
         (linear_graph(np.zeros((len(SCHEMA) - 1, len(OUTPUTS)), np.float32), 0.0), "columns"),
         (linear_graph(default_weights(len(OUTPUTS) + 1), 0.0), "answers"),
-        (linear_graph(default_weights(len(OUTPUTS)), np.nan), "finite"),
+        (linear_graph(default_weights(len(OUTPUTS)), np.nan), "no latency"),
     ],
 )
 def test_a_graph_that_does_not_fit_its_manifest_is_refused(graph, says):
