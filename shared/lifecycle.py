@@ -3,7 +3,7 @@
 `run` reads the settings, configures logging, runs the service's composition root on uvloop and hands it a stop event
 that SIGTERM or SIGINT sets; a second signal ends the process at once. `probe_app` gives `/healthz`, `/readyz` and
 `/metrics`; a service adds its routes to it. `serve_http` serves an app on a socket that is bound first, so that port 0
-works and a taken port stops the start.
+works and a taken port stops the start. `background` runs what goes on beside the server.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import structlog
@@ -125,6 +125,31 @@ def require_token(settings: ServiceSettings) -> params.Depends:
     return Depends(check)  # type: ignore[no-any-return]
 
 
+@contextlib.asynccontextmanager
+async def background(stop: asyncio.Event, *runs: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run endless work while the context is open. It ends only by a fault of ours: then `stop` is set and it is raised,
+    so that a service ends visibly rather than go on without a part of itself.
+    """
+    tasks = [asyncio.create_task(run) for run in runs]
+
+    def on_done(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            structlog.get_logger().error("background task failed", exc_info=error)
+            stop.set()
+
+    for task in tasks:
+        task.add_done_callback(on_done)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for outcome in ended:
+        if isinstance(outcome, Exception):
+            raise outcome
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: the service has its own."""
 
@@ -161,4 +186,4 @@ async def serve_http(app: Any, host: str, port: int, *, grace_s: float = 3.0) ->
         listener.close()
 
 
-__all__ = ["Readiness", "probe_app", "require_token", "run", "serve_http"]
+__all__ = ["Readiness", "background", "probe_app", "require_token", "run", "serve_http"]

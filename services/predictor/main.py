@@ -4,7 +4,6 @@ Several predictors on one host are several processes; each runs its model on its
 """
 
 import asyncio
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
@@ -20,7 +19,7 @@ from services.predictor.metrics import PredictorMetrics
 from services.predictor.settings import PredictorSettings
 from services.predictor.slot import Slot
 from shared.clock import SystemClock
-from shared.lifecycle import Readiness, run, serve_http
+from shared.lifecycle import Readiness, background, run, serve_http
 
 
 async def serve(settings: PredictorSettings, stop: asyncio.Event) -> None:
@@ -55,21 +54,17 @@ async def serve(settings: PredictorSettings, stop: asyncio.Event) -> None:
         clock=clock,
     )
     app = build_app(settings, batchers, metrics, readiness, registry, clock)
-    async with serve_http(app, settings.http_host, settings.http_port) as (host, port):
+    async with (
+        serve_http(app, settings.http_host, settings.http_port) as (host, port),
+        background(stop, watch.run()),
+    ):
         structlog.get_logger().info("predictor listening", host=host, port=port, pools=settings.served_pools)
-        watching = asyncio.create_task(watch.run(), name="bundle watch")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
-        # The watch ends only by a fault of ours: the service ends with it rather than serve an old bundle for ever.
-        await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await stop.wait()
         readiness.stopping = True
-        for task in (watching, stopping):
-            task.cancel()
     for batcher in batchers.values():
         await batcher.close()
     worker.shutdown()
     await redis.aclose()
-    with contextlib.suppress(asyncio.CancelledError):
-        await watching
 
 
 def main() -> int:

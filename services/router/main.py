@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import random
 import secrets
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, Final
+from collections.abc import AsyncIterator
+from typing import Final
 
 import grpc
 import numpy as np
@@ -34,7 +34,7 @@ from services.router.state.exposition import EndpointCollector
 from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.scraper import ScrapeConfig, Scraper
 from shared.clock import Clock, SystemClock
-from shared.lifecycle import Readiness, run, serve_http
+from shared.lifecycle import Readiness, background, run, serve_http
 
 _FIRST_ENDPOINT_S: Final = 2.0
 _TICK_S: Final = 0.1
@@ -96,13 +96,13 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
         app = admin_app(settings, readiness, registry, director, state, ladder, metrics, clock, pipeline)
         async with (
             serve_http(app, settings.http_host, settings.http_port) as http,
-            _tasks(stop, discovery.run(), scraper.run(), outcomes.run()),
+            background(stop, discovery.run(), scraper.run(), outcomes.run()),
         ):
             await _first_endpoint(state, stop)
             ports = await extproc.start(
                 settings.extproc_host, settings.extproc_port, settings.health_port, _credentials(settings)
             )
-            async with _tasks(stop, _tick(state, readiness, extproc, clock)):
+            async with background(stop, _tick(state, readiness, extproc, clock)):
                 log.info("router serving", extproc_port=ports[0], health_port=ports[1], http_port=http[1])
                 await stop.wait()
                 readiness.stopping = True
@@ -129,7 +129,7 @@ async def _predictions(
             urls, settings.pool, metrics, clock, config=ClientConfig(call_ms=settings.predict_deadline_ms), token=token
         )
         bundles = BundleWatcher(redis, settings.pool, settings.redis.key, metrics, clock)
-        await open_until_end.enter_async_context(_tasks(stop, bundles.run(), _learned_lengths(state, bundles)))
+        await open_until_end.enter_async_context(background(stop, bundles.run(), _learned_lengths(state, bundles)))
         if urls:
             await open_until_end.enter_async_context(client)
         yield Ladder(
@@ -187,26 +187,3 @@ async def _learned_lengths(state: PoolState, bundles: BundleWatcher) -> None:
         if bundles.calibration is not None:
             state.set_expected_output_tokens(bundles.calibration.expected_output_tokens)
         await asyncio.sleep(1.0)
-
-
-@contextlib.asynccontextmanager
-async def _tasks(stop: asyncio.Event, *runs: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run background work while the context is open. It ends only by a fault of ours: the service then ends with it."""
-    tasks = [asyncio.create_task(run) for run in runs]
-
-    def on_done(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            structlog.get_logger().error("background task failed", exc_info=error)
-            stop.set()
-
-    for task in tasks:
-        task.add_done_callback(on_done)
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-    for outcome in ended:
-        if isinstance(outcome, Exception):
-            raise outcome

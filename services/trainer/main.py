@@ -4,7 +4,6 @@ Run one per pool, and as many on standby as wanted: the lease in Redis makes one
 """
 
 import asyncio
-import contextlib
 import uuid
 
 import structlog
@@ -20,7 +19,7 @@ from services.trainer.publish import BundleStore
 from services.trainer.settings import TrainerSettings
 from services.trainer.trainer import STORE, WINDOW, Trainer
 from shared.clock import SystemClock
-from shared.lifecycle import Readiness, run, serve_http
+from shared.lifecycle import Readiness, background, run, serve_http
 from shared.names import trainer_lease_key
 
 
@@ -35,19 +34,13 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event) -> None:
     store = BundleStore(redis, settings.pool, settings.redis.key, lease)
     trainer = Trainer(settings, lease, store, metrics, readiness, SystemClock())
     app = build_app(settings, readiness, registry, trainer.status)
-    async with serve_http(app, settings.http_host, settings.http_port) as (host, port):
+    async with (
+        serve_http(app, settings.http_host, settings.http_port) as (host, port),
+        background(stop, trainer.run()),
+    ):
         structlog.get_logger().info("trainer listening", host=host, port=port, pool=settings.pool)
-        training = asyncio.create_task(trainer.run(), name="trainer")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
-        try:
-            # The conductor ends only by a fault of ours: the service ends with it, visibly.
-            await asyncio.wait({training, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            readiness.stopping = True
-            for task in (training, stopping):
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await training
+        await stop.wait()
+        readiness.stopping = True
     await redis.aclose()
 
 

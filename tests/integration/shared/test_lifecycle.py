@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from shared.lifecycle import serve_http
+from shared.lifecycle import background, serve_http
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -74,6 +74,41 @@ async def test_a_second_signal_ends_a_service_that_hangs():
         process.send_signal(signal.SIGTERM)
         await process.communicate()
     assert process.returncode == 128 + signal.SIGTERM
+
+
+async def test_background_work_runs_while_its_context_is_open_and_has_ended_after_it():
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    stop = asyncio.Event()
+    async with background(stop, work()):
+        await began.wait()
+    assert ended.is_set()
+    assert not stop.is_set()
+
+
+async def test_background_work_that_fails_stops_the_service_and_is_raised():
+    async def faulty() -> None:
+        raise LookupError("a fault of ours")
+
+    stop, other_ended = asyncio.Event(), asyncio.Event()
+
+    async def other() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            other_ended.set()
+
+    with pytest.raises(LookupError, match="a fault of ours"):
+        async with background(stop, other(), faulty()):
+            await stop.wait()
+    assert other_ended.is_set()
 
 
 async def test_a_taken_port_stops_the_start():
