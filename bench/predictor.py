@@ -30,11 +30,16 @@ import orjson
 import psutil
 import redis
 import uvloop
+from prometheus_client import CollectorRegistry
 
 from bench import bundles as bundle_builder
 from deploy.local.binaries import find_binaries
+from services.router.predict.client import PredictorClient
+from services.router.predict.ladder import Ladder
+from services.router.predict.metrics import PredictMetrics
 from shared.bundle import Bundle, pack, seal
-from shared.features import SCHEMA, SCHEMA_HASH
+from shared.clock import SystemClock
+from shared.features import SCHEMA, SCHEMA_HASH, FloatMatrix
 from shared.names import (
     BUNDLES_CHANNEL,
     HEADER_POOL,
@@ -154,11 +159,29 @@ def json_request(rows: npt.NDArray[np.float32]) -> bytes:
     ).encode() + body
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A predictor process, and the store through which it gets bundles."""
+
+    port: int
+    process: psutil.Process
+    store: redis.Redis
+
+    def cpu_s(self) -> float:
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+
+def publish(store: redis.Redis, bundle: Bundle) -> None:
+    version = bundle.manifest.version
+    store.set(bundle_key(POOL, SCHEMA_HASH, version), seal(pack(bundle), None))
+    store.set(bundle_pointer_key(POOL, SCHEMA_HASH), version)
+    store.publish(BUNDLES_CHANNEL, version)
+
+
 @contextlib.asynccontextmanager
-async def predictor(
-    bundle: Bundle, directory: Path, extra: dict[str, str]
-) -> AsyncIterator[tuple[int, psutil.Process]]:
-    """A Redis-protocol server with the bundle in it and one predictor that has taken it; yields (port, process)."""
+async def predictor(bundle: Bundle, directory: Path, extra: dict[str, str]) -> AsyncIterator["Running"]:
+    """A Redis-protocol server with the bundle in it and one predictor that has taken it."""
     socket = directory / "redis.sock"
     store = await asyncio.create_subprocess_exec(
         find_binaries().redis_server, "--port", "0", "--unixsocket", socket, "--save", "", "--dir", directory,
@@ -168,10 +191,7 @@ async def predictor(
     try:
         client = redis.Redis(unix_socket_path=str(socket))
         await _until(client.ping)
-        version = bundle.manifest.version
-        client.set(bundle_key(POOL, SCHEMA_HASH, version), seal(pack(bundle), None))
-        client.set(bundle_pointer_key(POOL, SCHEMA_HASH), version)
-        client.publish(BUNDLES_CHANNEL, version)
+        publish(client, bundle)
         server = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "services.predictor",
             env={**os.environ, "LEADTIME_REDIS_URL": f"unix://{socket}", "ORT_DISABLE_TELEMETRY": "1", **extra},
@@ -184,7 +204,7 @@ async def predictor(
             event = json.loads(await asyncio.wait_for(server.stdout.readline(), 30))
             port = event.get("port", port)
             ready = ready or event["event"] == "bundle in use"
-        yield port, psutil.Process(server.pid)
+        yield Running(port, psutil.Process(server.pid), client)
     finally:
         if server is not None and server.returncode is None:
             server.send_signal(signal.SIGTERM)
@@ -207,13 +227,12 @@ async def _until(call: Any) -> None:
 
 
 async def measure(
-    port: int, process: psutil.Process, requests: Sequence[bytes], rows: int, connections: int, seconds: float
+    running: Running, requests: Sequence[bytes], rows: int, connections: int, seconds: float
 ) -> dict[str, Any]:
     """One figure set. Rows per core-second = rows / the server's own CPU seconds."""
-    before = process.cpu_times()
-    load = await drive(port, requests, connections, seconds)
-    after = process.cpu_times()
-    cpu_s = (after.user - before.user) + (after.system - before.system)
+    before_s = running.cpu_s()
+    load = await drive(running.port, requests, connections, seconds)
+    cpu_s = running.cpu_s() - before_s
     calls = len(load.latencies_ms)
     p50, p90, p99 = np.percentile(load.latencies_ms, [50, 90, 99])
     return {
@@ -232,6 +251,71 @@ async def measure(
     }
 
 
+async def swaps(running: Running, bundle: Bundle, requests: Sequence[bytes], seconds: float) -> dict[str, Any]:
+    """The same graph published again and again under load: what a swap costs those who ask meanwhile."""
+    published = 0
+
+    async def republish() -> None:
+        nonlocal published
+        while True:
+            await asyncio.sleep(0.5)
+            created_unix_ms = bundle.manifest.created_unix_ms + 1 + published
+            version = f"{int(created_unix_ms):013d}-{bundle.manifest.version[-8:]}"
+            named = bundle.manifest.model_copy(update={"version": version, "created_unix_ms": created_unix_ms})
+            publish(running.store, Bundle(named, bundle.graphs))
+            published += 1
+
+    republishing = asyncio.create_task(republish())
+    load = await drive(running.port, requests, CONNECTIONS // 2, seconds)
+    republishing.cancel()
+    p50, p99 = np.percentile(load.latencies_ms, [50, 99])
+    return {
+        "published": published,
+        "calls": len(load.latencies_ms),
+        "failed": load.failed,
+        "p50_ms": round(float(p50), 3),
+        "p99_ms": round(float(p99), 3),
+        "max_ms": round(float(load.latencies_ms.max()), 3),
+    }
+
+
+async def router_client(running: Running, blocks: Sequence[FloatMatrix], seconds: float) -> dict[str, Any]:
+    """CPU of this process per prediction through the router's ladder, by candidates and decisions at once."""
+    clock = SystemClock()
+    metrics = PredictMetrics(CollectorRegistry(), clock)
+    results: dict[str, Any] = {}
+    async with PredictorClient([f"http://127.0.0.1:{running.port}"], POOL, metrics, clock) as client:
+        ladder = Ladder(client, None, metrics, clock)
+        while not client.describe():  # noqa: ASYNC110 - resolved in the background; there is no event of it
+            await asyncio.sleep(0.01)
+        for candidates in (4, 100):
+            for decisions in (1, 8):
+                rows = [np.ascontiguousarray(block[:candidates]) for block in blocks]
+                addresses = [f"10.0.0.{i}:8000" for i in range(candidates)]
+                backlog = np.zeros(candidates, np.float32)
+                end_s = time.perf_counter() + seconds / 4
+                done = failed = 0
+
+                async def decide(
+                    rows: list[FloatMatrix], addresses: list[str], backlog: FloatMatrix, end_s: float
+                ) -> None:
+                    nonlocal done, failed
+                    while time.perf_counter() < end_s:
+                        prediction = await ladder.predict(rows[done % len(rows)], addresses, backlog, 1_000.0)
+                        done += 1
+                        failed += prediction is None
+
+                cpu_s = time.process_time()
+                await asyncio.gather(*(decide(rows, addresses, backlog, end_s) for _ in range(decisions)))
+                cpu_s = time.process_time() - cpu_s
+                results[f"{candidates}_candidates_{decisions}_at_once"] = {
+                    "cpu_us": round(cpu_s / done * 1e6, 1),
+                    "predictions": done,
+                    "failed": failed,
+                }
+    return results
+
+
 async def bench(seconds: float, extra: dict[str, str]) -> dict[str, Any]:
     bundle, described = bundle_builder.build(POOL)
     blocks = bundle_builder.rows(BLOCKS, ROWS)
@@ -239,14 +323,16 @@ async def bench(seconds: float, extra: dict[str, str]) -> dict[str, Any]:
     raw = [raw_request(block) for block in blocks]
     text = [json_request(block) for block in blocks]
     with tempfile.TemporaryDirectory(prefix="leadtime-bench-") as directory:
-        async with predictor(bundle, Path(directory), extra) as (port, process):
+        async with predictor(bundle, Path(directory), extra) as running:
             for requests in (raw, text):
-                await drive(port, requests, CONNECTIONS, min(1.0, seconds))
+                await drive(running.port, requests, CONNECTIONS, min(1.0, seconds))
             results = {
-                "raw": await measure(port, process, raw, ROWS, CONNECTIONS, seconds),
-                "json": await measure(port, process, text, ROWS, CONNECTIONS, seconds),
-                "raw_one_connection": await measure(port, process, raw, ROWS, 1, seconds / 2),
-                "raw_one_row": await measure(port, process, single, 1, CONNECTIONS, seconds / 2),
+                "raw": await measure(running, raw, ROWS, CONNECTIONS, seconds),
+                "json": await measure(running, text, ROWS, CONNECTIONS, seconds),
+                "raw_one_connection": await measure(running, raw, ROWS, 1, seconds / 2),
+                "raw_one_row": await measure(running, single, 1, CONNECTIONS, seconds / 2),
+                "hot_swap": await swaps(running, bundle, raw, seconds),
+                "router_client": await router_client(running, blocks, seconds),
             }
     return {
         "bench": "predictor",

@@ -156,6 +156,7 @@ class Coalescer(Generic[Tag]):
             if len(values) != len(rows):
                 raise ValueError(f"{len(values)} answers for {len(rows)} rows")
         except asyncio.CancelledError:
+            # Only closing, or the end of the loop, cancels a call: no other may start after it.
             for _, future in batch:
                 future.cancel()
             raise
@@ -170,7 +171,6 @@ class Coalescer(Generic[Tag]):
                 if not future.done():
                     future.set_result((values[start:end], tag))
                 start = end
-        finally:
-            self._in_flight -= 1
-            if self._waiting and (self._in_flight == 0 or self._due or self.waiting_rows >= self._max_rows):
-                self._dispatch_soon()
+        self._in_flight -= 1
+        if self._waiting and (self._in_flight == 0 or self._due or self.waiting_rows >= self._max_rows):
+            self._dispatch_soon()
