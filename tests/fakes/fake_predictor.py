@@ -35,6 +35,12 @@ class Behaviour(Enum):
     SHORT = auto()
     """One row too few."""
     NOT_A_NUMBER = auto()
+    NEGATIVE = auto()
+    UNKNOWN_OUTPUTS = auto()
+    """Names columns that don't exist, in the right number."""
+    TWICE = auto()
+    """Names one column twice."""
+    ENDLESS_VERSION = auto()
     NO_HEADERS = auto()
     NOT_HTTP = auto()
     CLOSE_AFTER = auto()
@@ -127,9 +133,18 @@ class FakePredictor:
         values = expected(rows, offset=self.offset, outputs=len(self.outputs))
         if behaviour is Behaviour.NOT_A_NUMBER:
             values[0, 0] = np.nan
+        if behaviour is Behaviour.NEGATIVE:
+            values[-1, 0] = -1.0
         if behaviour is Behaviour.SHORT:
             values = values[:-1]
-        named = {"leadtime-bundle": self.version, "leadtime-outputs": ",".join(self.outputs)}
+        version, outputs = self.version, self.outputs
+        if behaviour is Behaviour.UNKNOWN_OUTPUTS:
+            outputs = tuple(f"latency_{k}" for k in range(len(outputs)))
+        if behaviour is Behaviour.TWICE:
+            outputs = (outputs[1], *outputs[1:])
+        if behaviour is Behaviour.ENDLESS_VERSION:
+            version = "v" * 4_096
+        named = {"leadtime-bundle": version, "leadtime-outputs": ",".join(outputs)}
         answer = _http(200, {} if behaviour is Behaviour.NO_HEADERS else named, values.astype("<f4").tobytes())
         writer.write(answer[:-5] if behaviour is Behaviour.CUT else answer)
         return behaviour not in {Behaviour.CUT, Behaviour.CLOSE_AFTER}

@@ -7,13 +7,15 @@ import pytest
 
 from bench.queueing import observe
 from services.trainer import cycle
-from services.trainer.cycle import CycleOptions, run_cycle
+from services.trainer.champion import Champion
+from services.trainer.cycle import CycleOptions, run_cycle, warmed
 from services.trainer.export import Parity
 from services.trainer.train import FitOptions
 from services.trainer.trainer import report_view
 from shared.bundle import pack, unpack
 from shared.features import SCHEMA
 from shared.inference import BundleModel
+from tests.bundles import OUTPUTS, default_weights, linear_graph, make_bundle
 from tests.unit.trainer.snapshots import prompts, snapshot_of, window_of
 
 NOW = 1_800_000_000_000.0
@@ -65,6 +67,14 @@ def test_a_worse_challenger_is_refused_with_a_reason_and_makes_no_bundle(snapsho
     assert report.verdict.reason.startswith("worse_")
     assert "champion" in report.verdict.detail
     assert report.champion is None
+
+
+def test_a_saved_bundle_that_answers_nonsense_is_replaced_and_teaches_nothing(snapshot):
+    graph = linear_graph(-default_weights(len(OUTPUTS)), 10.0)
+    bundle = make_bundle(graph=graph)
+    saved = Champion(bundle, BundleModel(bundle), saved=True)
+    assert run_cycle(snapshot, saved, CycleOptions("default"), NOW).verdict.accepted
+    assert warmed(snapshot, saved, CycleOptions("default").calibration).samples == 0
 
 
 def test_a_graph_that_strays_is_never_published(snapshot, monkeypatch):

@@ -15,7 +15,7 @@ from shared.bundle import Calibration
 from shared.clock import SystemClock
 from shared.inference import BundleModel, CompiledCalibration
 from shared.samples import Rung
-from tests.bundles import OUTPUTS, expected, make_bundle, rows_of
+from tests.bundles import OUTPUTS, default_weights, expected, linear_graph, make_bundle, rows_of
 
 REMOTE_VERSION = "1700000009000-0123abcd"
 
@@ -136,6 +136,16 @@ async def test_a_fault_of_ours_never_reaches_the_request(step):
     assert (prediction is None) == (step != "client")
     faulty = "in_process" if step == "model" else "predictor"
     labels = {"rung": faulty, "reason": "fault"}
+    assert registry.get_sample_value("leadtime_router_predict_failures_total", labels) == 1
+
+
+async def test_an_own_copy_that_answers_nonsense_gives_no_prediction():
+    # Whole when it was loaded, on rows of 0 and 1; wrong from the second token on.
+    graph = linear_graph(-default_weights(len(OUTPUTS)), 10.0)
+    ladder, registry = make(None, FakeBundles(BundleModel(make_bundle(graph=graph))))
+    assert await ask(ladder, rows_of(1)) is not None
+    assert await ask(ladder, rows_of(1, 5_000)) is None
+    labels = {"rung": "in_process", "reason": "bad_answer"}
     assert registry.get_sample_value("leadtime_router_predict_failures_total", labels) == 1
 
 
