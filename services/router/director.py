@@ -9,6 +9,7 @@ request that can't be understood, or a pool without an endpoint, is answered by 
 
 import secrets
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import structlog
@@ -38,6 +39,8 @@ from shared.samples import (
     encode_decision,
     encode_row,
 )
+
+_LOG_AGAIN_MS: Final = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Director:
         self.pipeline = pipeline
         self.decisions = DecisionLog()
         self.ttft_error = PredictionError()
+        self._log_faults_at_ms = float("-inf")
 
     async def decide(self, head: RequestHead, body: bytes | None) -> Routed | RequestRejected:
         """Find endpoints for one request; never raises for what a client sent."""
@@ -85,7 +89,13 @@ class Director:
                 request = parse(head.path, head.headers, body or b"", self._state.tokens, self._options.parsing)
             except UnsupportedEncoding:  # the model server may know it: routed unread rather than refused
                 return self._pass_through(head, received_unix_ms)
-            return await self._route(request, head, received_ms, received_unix_ms)
+            try:
+                return await self._route(request, head, received_ms, received_unix_ms)
+            except RequestRejected:
+                raise
+            except Exception:  # a fault of ours must not cost the request
+                self._fault("decision failed")
+                return self._pass_through(head, received_unix_ms)
         except RequestRejected as rejection:
             self.rejected(rejection.reason)
             return rejection
@@ -113,17 +123,22 @@ class Director:
 
         decision_id = uuid7(received_unix_ms, secrets.randbits(74))
         first = decision.order[0]
-        self._state.dispatch(
-            decision_id,
-            candidates.addresses[first],
-            request,
-            match,
-            predicted_ttft_ms=_at(prediction, "ttft_p50", first),
-            now_ms=now_ms,
-        )
         routed = self._answer(
             decision_id, request, candidates, rows, prediction, decision, received_ms, received_unix_ms
         )
+        # Last, and taken back if it fails halfway: an entry whose id Envoy never gets would have no end.
+        try:
+            self._state.dispatch(
+                decision_id,
+                candidates.addresses[first],
+                request,
+                match,
+                predicted_ttft_ms=_at(prediction, "ttft_p50", first),
+                now_ms=now_ms,
+            )
+        except Exception:
+            self._state.finish(decision_id, now_ms, completed=False)
+            raise
         self._metrics.decided(request.model, prediction, self._clock.monotonic_ms() - received_ms)
         return routed
 
@@ -148,9 +163,16 @@ class Director:
         try:
             return self.pipeline.run(context, self._options.listed_endpoints)
         except Exception:  # a plugin's fault must not cost the request
-            self._log.exception("scheduling failed")
-            self._metrics.scheduling_failed()
+            self._fault("scheduling failed")
             return _least_loaded(candidates, self._options.listed_endpoints)
+
+    def _fault(self, event: str) -> None:
+        """Count a fault of ours, and log it once in a while: each request may meet it, and a traceback is long."""
+        self._metrics.scheduling_failed()
+        now_ms = self._clock.monotonic_ms()
+        if now_ms >= self._log_faults_at_ms:
+            self._log_faults_at_ms = now_ms + _LOG_AGAIN_MS
+            self._log.exception(event)
 
     def _answer(
         self,

@@ -32,7 +32,7 @@ class RouterMetrics:
         )
         self._failures = Counter(
             "leadtime_router_scheduling_failures_total",
-            "Decisions that fell to the least loaded endpoint because a plugin failed.",
+            "Decisions that fell to the least loaded endpoint because a plugin, or a part of ours, failed.",
             registry=registry,
         )
         self._decision = Histogram(

@@ -148,6 +148,23 @@ async def test_a_plugin_that_fails_costs_no_request() -> None:
     assert director._state.in_flight == 1
 
 
+@pytest.mark.parametrize("part", ["_rows", "_answer", "dispatch", "prefixes"])
+async def test_a_fault_of_ours_costs_no_request_and_leaves_nothing_in_the_ledger(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError
+
+    director = make(FakeLadder([1.0, 2.0, 3.0]))
+    state = director._state
+    where: Any = {"_rows": director, "_answer": director, "dispatch": state}.get(part, state.prefixes)
+    monkeypatch.setattr(where, "insert" if part == "prefixes" else part, fail)
+    result = await routed(director)
+    assert len(result.destinations) == 3
+    assert result.metadata is None
+    assert state.in_flight == 0
+
+
 @pytest.mark.parametrize(
     ("request_head", "content"),
     [
