@@ -42,6 +42,9 @@ MAX_TOKENS: Final = 16_777_216
 # Bodies up to this size can't hold enough objects to hurt (25 MB of memory), so they aren't counted through.
 _UNCOUNTED_BYTES: Final = 1024 * 1024
 MAX_BREAKS: Final = 2_000_000
+_GZIP_OR_ZLIB: Final = 47  # 32 + 15: told by its header
+_RAW_DEFLATE: Final = -15  # what many clients send as deflate
+_MAX_MEMBERS: Final = 64  # each copies what follows it: more would cost time by the square
 
 
 class Route(StrEnum):
@@ -153,20 +156,39 @@ def _plain(headers: Mapping[str, str], body: bytes, limit_bytes: int) -> bytes:
             RejectReason.CONTENT_ENCODING,
             param="content-encoding",
         )
-    unpacker = zlib.decompressobj(wbits=47)  # 32 + 15: gzip or zlib, told by its header
-    try:
-        plain = unpacker.decompress(body, limit_bytes + 1)
-    except zlib.error:
-        plain = b""
-    if len(plain) > limit_bytes:
-        raise BodyTooLarge(limit_bytes)
-    if not unpacker.eof or unpacker.unused_data:
+    plain = _unpacked(body, limit_bytes, _GZIP_OR_ZLIB)
+    if plain is None and encoding == "deflate":
+        plain = _unpacked(body, limit_bytes, _RAW_DEFLATE)
+    if plain is None:
         raise InvalidRequest(
             f"the body's {len(body)} bytes are not whole in their content-encoding ({encoding})",
             RejectReason.CONTENT_ENCODING,
             param="content-encoding",
         )
     return plain
+
+
+def _unpacked(body: bytes, limit_bytes: int, wbits: int) -> bytes | None:
+    """The whole body unpacked, member after member (RFC 1952); None if it isn't whole. Raises BodyTooLarge."""
+    parts: list[bytes] = []
+    size = 0
+    rest = body
+    for _ in range(_MAX_MEMBERS):
+        unpacker = zlib.decompressobj(wbits)
+        try:
+            part = unpacker.decompress(rest, limit_bytes + 1 - size)
+        except zlib.error:
+            return None
+        parts.append(part)
+        size += len(part)
+        if size > limit_bytes:
+            raise BodyTooLarge(limit_bytes)
+        rest = unpacker.unused_data
+        if not unpacker.eof:
+            return None
+        if not rest:
+            return b"".join(parts)
+    return None
 
 
 def _decode(body: bytes) -> dict[str, Any]:

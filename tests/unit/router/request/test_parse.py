@@ -208,9 +208,27 @@ def test_a_compressed_body_is_read(pack):
     assert request_of(pack(orjson.dumps(chat())), headers={"content-encoding": encoding}).model == "m"
 
 
-def test_a_compressed_bomb_stops_at_the_body_limit():
-    bomb = gzip.compress(b" " * 3_000_000)
+def test_a_body_compressed_in_pieces_is_read():
+    body = orjson.dumps(chat())
+    members = b"".join(gzip.compress(body[i : i + 20]) for i in range(0, len(body), 20))
+    assert request_of(members, headers={"content-encoding": "gzip"}).model == "m"
+
+
+def test_deflate_without_its_zlib_header_is_read_as_many_clients_send_it():
+    packer = zlib.compressobj(wbits=-15)
+    body = packer.compress(orjson.dumps(chat())) + packer.flush()
+    assert request_of(body, headers={"content-encoding": "deflate"}).model == "m"
+
+
+@pytest.mark.parametrize("members", [1, 30])
+def test_a_compressed_bomb_stops_at_the_body_limit(members):
+    bomb = gzip.compress(b" " * (3_000_000 // members)) * members
     assert rejection_of(bomb, headers={"content-encoding": "gzip"}, max_body_bytes=100_000).status == 413
+
+
+def test_a_body_of_countless_empty_members_is_given_up():
+    body = gzip.compress(b"") * 10_000 + gzip.compress(b"{}")
+    assert rejection_of(body, headers={"content-encoding": "gzip"}).reason is RejectReason.CONTENT_ENCODING
 
 
 ZIPPED = gzip.compress(b"{}", mtime=0)
