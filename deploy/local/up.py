@@ -118,6 +118,7 @@ def where_lines(stack: Stack, findings: Sequence[Finding]) -> list[str]:
         f"  the newest decisions, and why       {at.router_url}/v1/decisions",
         f"  counts by rung, bundles, error      {at.router_url}/v1/stats",
         f"  the model                           {at.trainer_url}/v1/model",
+        *(f"  the bundle that answers             {url}/v1/status" for url in at.predictor_urls),
         f"  metrics                             {at.router_url}/metrics  {at.collector_url}/metrics",
         f"                                      {at.trainer_url}/metrics  {at.envoy_admin_url}/stats/prometheus",
         f"logs: {stack.config.run_dir}",

@@ -16,7 +16,7 @@ SERVICES = ("router", "collector", "trainer", "predictor")
 LOCKS = (*SERVICES, "local", "dev")
 TOP_LEVEL = (
     *(f"services/{service}" for service in SERVICES), "shared", "sim", "bench", "tests",
-    *(f"deploy/{room}" for room in ("local", "compose", "k8s")), "README.md", "DECISIONS.md", "CHANGELOG.md",
+    "deploy/local", "README.md", "DECISIONS.md", "CHANGELOG.md",
     "LICENSE", "pyproject.toml", "Makefile", ".ci/run",
 )  # fmt: skip
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^ ;\\]+)", re.MULTILINE)
@@ -137,6 +137,17 @@ def test_every_plugin_and_preset_is_in_a_readme_of_the_router() -> None:
     assert plugins, registry[:0] + "no plugin found"
     text = readme_of("services/router")
     assert {name for name in plugins | presets if name not in text} == set()
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    documents = [file for file in REPOSITORY.rglob("*.md") if not {".venv", ".run"} & set(file.parts)]
+    dead = [
+        f"{file.relative_to(REPOSITORY)}: {target}"
+        for file in documents
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", file.read_text())
+        if not (file.parent / target).exists()
+    ]
+    assert dead == []
 
 
 def test_the_makefile_has_the_targets_that_the_readme_names() -> None:
