@@ -1,4 +1,4 @@
-"""The client of the predictors: rows of concurrent decisions → one call, within one deadline. Edge: HTTP.
+"""The client of the predictors: rows of concurrent decisions → one call, within one deadline. Edge: HTTP (aiohttp).
 
 Rows that wait together share a call (`shared/coalescing.py`); the call goes to the live replica with the fewest calls
 outstanding; one that fails is followed by another in what is left of the one budget: the first try gets at most half of
@@ -18,10 +18,10 @@ from types import TracebackType
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
+import aiohttp
 import numpy as np
 import structlog
 
-from services.router.predict.connection import BrokenConnectionError, Connection, Response
 from services.router.predict.errors import FailureReason, PredictError
 from services.router.predict.metrics import PredictMetrics
 from services.router.predict.replicas import Address, CircuitConfig, Replica, ReplicaSet
@@ -32,14 +32,21 @@ from shared.features import SCHEMA_HASH, FloatMatrix
 from shared.names import HEADER_BUNDLE, HEADER_OUTPUTS, HEADER_POOL, HEADER_SCHEMA, PREDICT_PATH, ROWS_CONTENT_TYPE
 from shared.prediction import OUTPUTS, plausible
 
-_BUNDLE: Final = HEADER_BUNDLE.encode()
-_OUTPUTS: Final = HEADER_OUTPUTS.encode()
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 _UPKEEP_S: Final = 0.1
 _PROBE_TIMEOUT_S: Final = 1.0
 _RESOLVE_TIMEOUT_S: Final = 2.0
 _RESOLVE_RETRY_MS: Final = 1_000.0
 _MAX_VERSION_BYTES: Final = 64
+_MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
+# Below the predictor's own 75 s: who ends an idle connection first knows that nothing is under way on it.
+_KEEP_ALIVE_S: Final = 60.0
+
+_STATUS_REASONS: Final = {
+    400: FailureReason.REJECTED,
+    413: FailureReason.REJECTED,
+    503: FailureReason.UNAVAILABLE,
+}
 
 Resolve = Callable[[str, int], Awaitable[Sequence[tuple[str, int]]]]
 
@@ -80,6 +87,25 @@ class _Origin:
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}"
+
+
+@dataclass(slots=True)
+class _Peer:
+    """The connections to one replica."""
+
+    session: aiohttp.ClientSession
+    url: str
+    """Scheme and address, without a path."""
+    server_name: str | None
+    """Whose certificate is asked for, where it is TLS."""
+    calls: int = 0
+    left: bool = False
+
+    async def leave(self) -> None:
+        """End with the last call under way."""
+        self.left = True
+        if not self.calls:
+            await self.session.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +157,14 @@ class PredictorClient:
         secure = any(origin.scheme == "https" for origin in self._origins)
         self._tls = tls or (ssl.create_default_context() if secure else None)
         self._replicas = ReplicaSet(self._config.circuit)
-        self._idle: dict[Address, list[Connection]] = {}
+        self._peers: dict[Address, _Peer] = {}
         self._addresses: dict[_Origin, list[Address]] = {}
         self._unresolved: set[_Origin] = set()
         self._resolve_at_ms = float("-inf")
-        authorization = f"authorization: Bearer {token}\r\n" if token else ""
-        self._head = (
-            f"{HEADER_POOL}: {pool}\r\n{HEADER_SCHEMA}: {SCHEMA_HASH}\r\ncontent-type: {ROWS_CONTENT_TYPE}\r\n"
-            f"{authorization}content-length: "
-        ).encode()
-        self._heads: dict[str, bytes] = {}
-        self._source: tuple[tuple[bytes, bytes], _Source] | None = None
+        self._headers = {HEADER_POOL: pool, HEADER_SCHEMA: SCHEMA_HASH, "content-type": ROWS_CONTENT_TYPE}
+        if token:
+            self._headers["authorization"] = f"Bearer {token}"
+        self._source: tuple[tuple[str, str], _Source] | None = None
         self._coalescer: Coalescer[_Source] = Coalescer(
             self._call,
             window_ms=self._config.window_ms,
@@ -166,8 +189,9 @@ class PredictorClient:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._coalescer.close()
-        for replica in self._replicas.update([]):
-            self._drop(replica.address)
+        self._replicas.update([])
+        for peer in self._peers.values():
+            await peer.leave()
 
     async def predict(self, rows: FloatMatrix, deadline_ms: float) -> RawAnswer:
         """Answer checked rows, float32 (n, F), within `deadline_ms` from now; raises PredictError."""
@@ -219,14 +243,13 @@ class PredictorClient:
             replica.calls += 1
             try:
                 async with asyncio.timeout((left_ms / 2 if self._replicas.others(tried) else left_ms) / 1e3):
-                    response = await self._exchange(replica.address, self._request(replica.address, body))
-                values, source = self._read(response, len(rows))
+                    values, source = await self._ask(replica.address, body, len(rows))
             except TimeoutError:
                 failure = PredictError(FailureReason.TIMEOUT, f"{replica.address}: no answer")
-            except BrokenConnectionError as error:
-                failure = PredictError(FailureReason.RESET, f"{replica.address}: {error}")
-            except OSError as error:
+            except aiohttp.ClientConnectorError as error:
                 failure = PredictError(FailureReason.REFUSED, f"{replica.address}: {type(error).__name__}")
+            except (aiohttp.ClientError, OSError) as error:
+                failure = PredictError(FailureReason.RESET, f"{replica.address}: {type(error).__name__}")
             except PredictError as error:
                 failure = PredictError(error.reason, f"{replica.address}: {error.detail}")
             else:
@@ -246,83 +269,65 @@ class PredictorClient:
             return
         if self._replicas.failed(replica, failure.reason, self._clock.monotonic_ms()):
             self._metrics.ejected()
-            self._drop_idle(replica.address)
             self._log.warning("predictor ejected", replica=str(replica.address), reason=failure.reason.value)
 
-    def _request(self, address: Address, body: bytes) -> bytes:
-        return b"%b%b%d\r\n\r\n%b" % (self._request_head(address, PREDICT_PATH, "POST"), self._head, len(body), body)
+    async def _ask(self, address: Address, body: bytes, count: int) -> tuple[FloatMatrix, _Source]:
+        """One POST of `count` rows; raises PredictError, aiohttp.ClientError or OSError."""
+        peer = self._peers[address]
+        peer.calls += 1
+        try:
+            try:
+                response = await peer.session.post(peer.url + PREDICT_PATH, data=body, server_hostname=peer.server_name)
+            except aiohttp.ClientConnectorError:
+                raise
+            except aiohttp.ClientConnectionError:
+                # It may have closed an idle connection as we wrote, which is no sign of ill health. Asking twice does
+                # no harm.
+                response = await peer.session.post(peer.url + PREDICT_PATH, data=body, server_hostname=peer.server_name)
+            async with response:
+                if response.status != 200:
+                    reason = _STATUS_REASONS.get(response.status, FailureReason.STATUS)
+                    raise PredictError(reason, f"status {response.status}")
+                if (response.content_length or 0) > _MAX_ANSWER_BYTES:
+                    raise PredictError(FailureReason.BAD_ANSWER, f"an answer of {response.content_length} bytes")
+                return self._read(response, await response.read(), count)
+        finally:
+            peer.calls -= 1
+            if peer.left:
+                await peer.leave()
 
-    def _request_head(self, address: Address, path: str, method: str) -> bytes:
-        key = method + address.origin
-        head = self._heads.get(key)
-        if head is None:
-            head = f"{method} {path} HTTP/1.1\r\nhost: {urlsplit(address.origin).netloc}\r\n".encode()
-            self._heads[key] = head
-        return head
-
-    def _read(self, response: Response, count: int) -> tuple[FloatMatrix, _Source]:
-        if response.status != 200:
-            reason = FailureReason.STATUS
-            if response.status == 503:
-                reason = FailureReason.UNAVAILABLE
-            elif response.status in {400, 413}:
-                reason = FailureReason.REJECTED
-            raise PredictError(reason, f"status {response.status}")
-        named = response.headers.get(_BUNDLE, b""), response.headers.get(_OUTPUTS, b"")
+    def _read(self, response: aiohttp.ClientResponse, body: bytes, count: int) -> tuple[FloatMatrix, _Source]:
+        named = response.headers.get(HEADER_BUNDLE, ""), response.headers.get(HEADER_OUTPUTS, "")
         if self._source is None or self._source[0] != named:
             if not all(named):
                 raise PredictError(FailureReason.BAD_ANSWER, f"no {HEADER_BUNDLE} or {HEADER_OUTPUTS} header")
-            outputs = tuple(named[1].decode("latin-1").split(","))
+            version, outputs = named[0], tuple(named[1].split(","))
             if not set(outputs) <= set(OUTPUTS) or len(set(outputs)) != len(outputs):
                 raise PredictError(FailureReason.BAD_ANSWER, f"{HEADER_OUTPUTS} names columns that don't exist")
-            if len(named[0]) > _MAX_VERSION_BYTES:
-                raise PredictError(FailureReason.BAD_ANSWER, f"{HEADER_BUNDLE} has {len(named[0])} bytes")
-            self._source = named, _Source(outputs, named[0].decode("latin-1"))
+            if len(version) > _MAX_VERSION_BYTES:
+                raise PredictError(FailureReason.BAD_ANSWER, f"{HEADER_BUNDLE} has {len(version)} characters")
+            self._source = named, _Source(outputs, version)
         source = self._source[1]
-        if len(response.body) != 4 * count * len(source.outputs):
-            detail = f"{len(response.body)} bytes for {count} rows of {len(source.outputs)} outputs"
+        if len(body) != 4 * count * len(source.outputs):
+            detail = f"{len(body)} bytes for {count} rows of {len(source.outputs)} outputs"
             raise PredictError(FailureReason.BAD_ANSWER, detail)
-        values = np.frombuffer(response.body, "<f4").reshape(count, len(source.outputs))
+        values = np.frombuffer(body, "<f4").reshape(count, len(source.outputs))
         if not plausible(values):
             raise PredictError(FailureReason.BAD_ANSWER, "a value that no latency can have")
         return values, source
 
-    async def _exchange(self, address: Address, request: bytes) -> Response:
-        """One request over an idle connection or a new one."""
-        idle = self._idle.get(address)
-        while idle:
-            connection = idle.pop()
-            if not connection.open:
-                continue
-            try:
-                return await self._over(connection, address, request)
-            except BrokenConnectionError as error:
-                # The predictor closed the idle connection as we wrote: no sign of ill health, and nothing was done.
-                if not error.untouched:
-                    raise
-        return await self._over(await self._connect(address), address, request)
-
-    async def _over(self, connection: Connection, address: Address, request: bytes) -> Response:
-        try:
-            response = await connection.exchange(request)
-        except BaseException:
-            connection.close()
-            raise
-        idle = self._idle.get(address)
-        if connection.open and idle is not None:
-            idle.append(connection)
-        else:
-            connection.close()  # it ends, or its replica left meanwhile
-        return response
-
-    async def _connect(self, address: Address) -> Connection:
-        secure = address.origin.startswith("https:")
-        context = self._tls if secure else None
-        name = urlsplit(address.origin).hostname if secure else None
-        _, connection = await asyncio.get_running_loop().create_connection(
-            Connection, address.host, address.port, ssl=context, server_hostname=name
+    def _peer(self, address: Address) -> _Peer:
+        origin = urlsplit(address.origin)
+        session = aiohttp.ClientSession(
+            # The coalescer bounds the calls at once, and each has a deadline of its own.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._tls or True),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+            headers={**self._headers, "host": origin.netloc},
+            skip_auto_headers=("accept", "accept-encoding", "user-agent"),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
-        return connection
+        return _Peer(session, f"{origin.scheme}://{address}", origin.hostname if origin.scheme == "https" else None)
 
     # Upkeep
 
@@ -359,40 +364,33 @@ class PredictorClient:
             else:
                 self._unresolved.discard(origin)
                 self._addresses[origin] = [Address(host, port, origin.url) for host, port in found]
-        for replica in self._replicas.update(a for addresses in self._addresses.values() for a in addresses):
-            self._drop(replica.address)
+        gone = self._replicas.update(a for addresses in self._addresses.values() for a in addresses)
         for replica in self._replicas:
-            self._idle.setdefault(replica.address, [])
+            if replica.address not in self._peers:
+                self._peers[replica.address] = self._peer(replica.address)
+        for replica in gone:
+            await self._peers.pop(replica.address).leave()
         return complete
 
     async def _probe(self, replica: Replica) -> None:
-        answered = False
+        """Ask over new connections: those from before may be dead without a sign, and are left if it answers."""
+        peer, answered = self._peer(replica.address), False
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                connection = await self._connect(replica.address)
-                try:
-                    head = self._request_head(replica.address, "/readyz", "GET")
-                    answered = (await connection.exchange(head + b"\r\n")).status == 200
-                finally:
-                    connection.close()
-        except OSError:  # a TimeoutError is one too
+                async with peer.session.get(peer.url + "/readyz", server_hostname=peer.server_name) as response:
+                    answered = response.status == 200
+        except (aiohttp.ClientError, OSError):  # a TimeoutError is an OSError
             answered = False
+        finally:
+            if answered and replica.address in self._peers:
+                self._peers[replica.address], peer = peer, self._peers[replica.address]
+            await peer.leave()
         self._replicas.probed(replica, answered, self._clock.monotonic_ms())
         if answered:
             self._log.info("predictor is back", replica=str(replica.address))
 
     def _probe_ended(self, address: Address, _: "asyncio.Task[None]") -> None:
         self._probes.pop(address, None)
-
-    def _drop(self, address: Address) -> None:
-        """Forget a replica that left."""
-        self._drop_idle(address)
-        self._idle.pop(address, None)
-
-    def _drop_idle(self, address: Address) -> None:
-        idle = self._idle.get(address, [])
-        while idle:
-            idle.pop().close()
 
 
 def _expire(answer: "asyncio.Future[tuple[FloatMatrix, _Source]]", deadline_ms: float) -> None:
