@@ -18,6 +18,7 @@ from services.collector.entry import AccessLogEntry
 from services.collector.labels import ClockJumpError, Latencies, estimated_output_tokens, latencies
 from shared.errors import FieldError
 from shared.samples import (
+    TEXT_LIMITS,
     DecisionMetadata,
     LatencySample,
     ListedEndpoint,
@@ -30,7 +31,6 @@ from shared.samples import (
 
 DECISION_ID_PATTERN: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """A decision id stands in a NATS header."""
-MODEL_LIMIT: Final = 256
 PRIORITY_LIMIT: Final = 2**31 - 1
 
 _ABORTS: Final = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
@@ -255,8 +255,9 @@ def _check_told(message: str, told: DecisionMetadata | LatencySample) -> None:
         raise FieldError(
             f"{message}.decision_id", f"text of {len(told.decision_id)} characters", "1 to 64 of A-Z a-z 0-9 . _ : -"
         )
-    if not 0 < len(told.model) <= MODEL_LIMIT:
-        raise FieldError(f"{message}.model", f"text of {len(told.model)} characters", f"1 to {MODEL_LIMIT} characters")
+    limit = TEXT_LIMITS["model"]
+    if not 0 < len(told.model) <= limit:
+        raise FieldError(f"{message}.model", f"text of {len(told.model)} characters", f"1 to {limit} characters")
     if not abs(told.priority) <= PRIORITY_LIMIT:
         raise FieldError(f"{message}.priority", "a number beyond 32 bits", f"-{PRIORITY_LIMIT} to {PRIORITY_LIMIT}")
     for name in ("received_unix_ms", "queue_ms", "decision_ms", "propensity", "ttft_slo_ms", "tpot_slo_ms"):

@@ -35,9 +35,10 @@ from services.router.request.prompt import (
 )
 from services.router.request.slo import parse_fairness_id, parse_priority, parse_slo
 from services.router.request.tokens import TokenEstimator
+from shared.samples import TEXT_LIMITS
 
 DEFAULT_MAX_BODY_BYTES: Final = 32 * 1024 * 1024
-MAX_MODEL_CHARACTERS: Final = 512
+MAX_MODEL_CHARACTERS: Final = TEXT_LIMITS["model"]
 MAX_TOKENS: Final = 16_777_216
 # Bodies up to this size can't hold enough objects to hurt (25 MB of memory), so they aren't counted through.
 _UNCOUNTED_BYTES: Final = 1024 * 1024
