@@ -481,9 +481,15 @@ def _grpc_cluster(health_service: str) -> dict[str, Any]:
 
 
 def _membership(cluster: str, members: list[dict[str, Any]], addresses: Sequence[Address]) -> dict[str, Any]:
-    """Hosts of a cluster; one name among the addresses makes it a DNS cluster."""
-    static = all(address.is_ip for address in addresses)
-    discovery: dict[str, Any] = {"type": "STATIC"} if static else {"type": "STRICT_DNS", "dns_refresh_rate": "5s"}
+    """Hosts of a cluster; one name among the addresses makes it a DNS cluster.
+
+    Of a name's addresses Envoy must know those that a router lists (`services/router/state/discovery.py`: IPv4 where
+    there is any), or a pick is passed over without a word: Envoy's own choice would be IPv6 first.
+    """
+    discovery: dict[str, Any] = {"type": "STATIC"}
+    if not all(address.is_ip for address in addresses):
+        dns = _typed("extensions.clusters.dns.v3.DnsCluster", dns_refresh_rate="5s", dns_lookup_family="V4_PREFERRED")
+        discovery = {"cluster_type": _named("envoy.clusters.dns", dns)}
     return {**discovery, "load_assignment": {"cluster_name": cluster, "endpoints": [{"lb_endpoints": members}]}}
 
 

@@ -1,7 +1,10 @@
 """Which endpoints there are: addresses from the settings, and names that are resolved again and again.
 
-Names are looked up with the system's resolver on a thread (`loop.getaddrinfo`), A and AAAA; the difference to the last
-answer is told to the pool. The router starts with none of them up, and with none of them known to DNS.
+Names are looked up with the system's resolver on a thread (`loop.getaddrinfo`); the difference to the last answer is
+told to the pool. The router starts with none of them up, and with none of them known to DNS.
+
+A name with A and AAAA records stands for its IPv4 addresses alone: a server with two addresses would be two endpoints,
+and Envoy (`V4_PREFERRED`) has to know the addresses that a pick names, or it passes the pick over.
 
 Limits: no SRV records and no TTLs. A resolver that fails keeps the last answer for ever; one that says "no such name"
 keeps it for `gone_after` answers, since a headless service without a ready pod looks like that for a moment.
@@ -93,11 +96,17 @@ def _spec(entry: str, place: int) -> EndpointSpec:
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """All addresses of a name as `ip:port`; raises OSError."""
+    """The addresses of a name as `ip:port`; raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return one_family([str(entry[4][0]) for entry in found], port)
+
+
+def one_family(hosts: Sequence[str], port: int) -> list[str]:
+    """The IPv4 hosts as `ip:port`, or the IPv6 ones where there is none; each once, in order."""
     # A scope (`fe80::1%eth0`) can't be routed to by Envoy.
-    hosts = [str(entry[4][0]) for entry in found]
-    return sorted({address_of(host, port) for host in hosts if "%" not in host})
+    usable = {host for host in hosts if "%" not in host}
+    ipv4 = {host for host in usable if ":" not in host}
+    return sorted(address_of(host, port) for host in ipv4 or usable)
 
 
 class Discovery:

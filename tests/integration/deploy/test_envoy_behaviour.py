@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from deploy.local.envoy import MESSAGE_TIMEOUT_S, Address, EnvoyConfig, RouterAddress, render
+from services.router.state.discovery import resolve
 from shared import names
 from tests.fakes.access_log_receiver import AccessLogReceiver, access_log_receiver
 from tests.fakes.fake_model_server import FakeModelServer, Script, Seen, fake_model_server, stream_script
@@ -76,6 +77,17 @@ async def test_the_request_reaches_the_endpoint_that_is_listed_first() -> None:
             assert (await running.ask()).content == ANSWER.body
             assert len(server.requests) == 1
             assert server.requests[0].headers[names.DESTINATION] == server.address
+
+
+async def test_an_endpoint_given_by_name_is_reached_at_the_address_that_the_router_lists() -> None:
+    async with fake_model_server(lambda _: ANSWER) as named:
+        port = address_of(named).port
+        (listed,) = await resolve("localhost", port)
+        async with gateway(endpoints=(Address("127.0.0.1", free_port()), Address("localhost", port))) as running:
+            running.picker.destination = [listed]
+            for _ in range(4):
+                assert (await running.ask()).status_code == 200
+        assert len(named.requests) == 4
 
 
 async def test_a_client_s_steering_headers_reach_neither_picker_nor_endpoint() -> None:

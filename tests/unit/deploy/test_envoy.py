@@ -99,10 +99,12 @@ def test_every_other_path_than_api_goes_through_the_picker() -> None:
     assert [route["name"] for route in only_pool] == ["pool"]
 
 
-def test_a_name_among_the_addresses_makes_a_dns_cluster() -> None:
+def test_a_name_among_the_addresses_makes_a_dns_cluster_of_the_addresses_that_the_router_lists() -> None:
     assert cluster(render(config()), "pool")["type"] == "STATIC"
     named = config(endpoints=(Address("127.0.0.1", 1), Address("model.example", 80)))
-    assert cluster(render(named), "pool")["type"] == "STRICT_DNS"
+    kind = cluster(render(named), "pool")["cluster_type"]
+    assert kind["name"] == "envoy.clusters.dns"
+    assert kind["typed_config"]["dns_lookup_family"] == "V4_PREFERRED"
 
 
 def test_routers_are_checked_on_their_health_port_for_the_ext_proc_service() -> None:

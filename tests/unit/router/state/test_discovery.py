@@ -5,7 +5,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.router.request.tokens import TokenEstimator
-from services.router.state.discovery import Discovery, DiscoveryConfig, EndpointSpec, address_of, parse_endpoints
+from services.router.state.discovery import (
+    Discovery,
+    DiscoveryConfig,
+    EndpointSpec,
+    address_of,
+    one_family,
+    parse_endpoints,
+)
 from services.router.state.pool import PoolConfig, PoolState
 from shared.clock import SystemClock
 from shared.errors import FieldError
@@ -50,6 +57,19 @@ def test_a_wrong_entry_is_refused_by_its_place_and_what_is_allowed(text, says):
 def test_addresses_are_written_in_one_form():
     assert address_of("10.0.0.1", 80) == "10.0.0.1:80"
     assert address_of("0:0::1", 80) == "[::1]:80"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "addresses"),
+    [
+        (["::1", "127.0.0.1", "127.0.0.1"], ["127.0.0.1:80"]),
+        (["10.0.0.2", "fd00::2", "10.0.0.1", "fd00::1"], ["10.0.0.1:80", "10.0.0.2:80"]),
+        (["fd00::2", "fd00::1", "fe80::1%eth0"], ["[fd00::1]:80", "[fd00::2]:80"]),
+        (["fe80::1%eth0"], []),
+    ],
+)
+def test_a_server_with_addresses_of_both_families_is_one_endpoint(hosts, addresses):
+    assert one_family(hosts, 80) == addresses
 
 
 class Names:
