@@ -279,7 +279,7 @@ _Tokens = Annotated[float, Field(ge=0, le=16_777_216, allow_inf_nan=False)]
 
 
 class Calibration(BaseModel):
-    """What moves faster than a refit: published every second beside the bundle it belongs to (CONTRACTS §6).
+    """What moves faster than a refit: published every second beside the bundle it belongs to.
 
     All biases are natural logarithms, added to the log of a prediction. `quantile_log_offset["ttft_p90"][bin]` is added
     on top to that quantile for requests whose backlog (own + pending uncached tokens) falls in the bin;

@@ -1,6 +1,6 @@
 """Rows of several waiting requests → one call, and each request its own part of the answer.
 
-The rule that predictor and router share (CONTRACTS §5): call at once when none is in flight, else gather for at most
+The rule that predictor and router share: call at once when none is in flight, else gather for at most
 the window or up to the row cap. Used by the predictor in front of the model and by the router in front of the wire.
 
 Limits: no I/O of its own, one event loop, no locks. "At once" is the end of the loop's current pass, so that requests

@@ -114,7 +114,7 @@ def probe_app(service: str, readiness: Readiness, registry: CollectorRegistry) -
 
 
 def require_token(settings: ServiceSettings) -> params.Depends:
-    """A FastAPI dependency: the bearer token of the settings where one is set (CONTRACTS §8)."""
+    """A FastAPI dependency: the bearer token of the settings where one is set."""
     expected = settings.http_token.get_secret_value() if settings.http_token else None
 
     async def check(request: Request) -> None:

@@ -44,7 +44,7 @@ REASON: Final = "x-leadtime-reason"
 # A request that carries it is synthetic: routed as any other, but no sample and no objective.
 PROBE: Final = "x-leadtime-probe"
 
-# Headers that steer a picker or a model server. Envoy strips them from clients at the edge (CONTRACTS §8).
+# Headers that steer a picker or a model server. Envoy strips them from clients at the edge.
 STRIPPED_FROM_CLIENTS: Final = (
     DESTINATION,
     DESTINATION_SERVED,

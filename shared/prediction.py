@@ -1,4 +1,4 @@
-"""The predictor's request and answer, in both encodings (CONTRACTS §5).
+"""The predictor's request and answer, in both encodings.
 
 JSON for people and other languages, raw float32 for the router: the body is n × F little-endian, pool and schema stand
 in headers, the answer is n × K with the bundle's version and the names of its K columns in headers.

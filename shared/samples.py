@@ -1,7 +1,7 @@
 """Messages about one request: the decision (router → Envoy → collector) and the completed sample (collector → trainer).
 
-The decision travels as one string in Envoy's dynamic metadata (msgpack in base64, CONTRACTS §1), the sample as JSON on
-JetStream (§3). Readers tolerate added fields: new ones are appended with a default. A breaking change takes a new
+The decision travels as one string in Envoy's dynamic metadata (msgpack in base64), the sample as JSON on
+JetStream. Readers tolerate added fields: new ones are appended with a default. A breaking change takes a new
 `version` here and a new subject.
 
 Limits: no prompt, no completion, no header value but the model's name ever enters either message.

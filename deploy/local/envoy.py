@@ -9,7 +9,7 @@ entry to a collector. Python never sees an answer. What each choice does was mea
 - `failure_mode_allow`: a picker that is down, slow or wrong costs the decision, not the request; the pool falls back to
   round robin.
 - `override_host` reads the pick from metadata only, tries the listed endpoints in order, and writes down the one that
-  served. A client's own headers that would steer are removed before any filter sees them (CONTRACTS §8).
+  served. A client's own headers that would steer are removed before any filter sees them.
 - `first_content.lua` and the two usage filters write labels into metadata. accept-encoding is removed: an encoded
   answer blinds them.
 

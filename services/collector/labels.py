@@ -1,6 +1,6 @@
 """From the instants of one entry to latencies in milliseconds. Pure.
 
-Zero is the last byte of the request sent to the serving endpoint, on the last attempt (CONTRACTS §2). Durations come
+Zero is the last byte of the request sent to the serving endpoint, on the last attempt. Durations come
 from Envoy's monotonic clock; only the first-content instant comes from the wall clock, so it is believed only where it
 lies between the first body byte and the last byte.
 

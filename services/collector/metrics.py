@@ -1,6 +1,6 @@
 """The collector's metrics: what was seen, what became of it, and how good the predictions were.
 
-Predicted and actual latency come from the same sample (CONTRACTS §7), so a dashboard compares like with like. Labels
+Predicted and actual latency come from the same sample, so a dashboard compares like with like. Labels
 are closed sets but for the model, of which the first 64 names are kept apart and the rest is `other`: a client chooses
 the name.
 """

@@ -1,4 +1,4 @@
-"""The predictor's metrics: requests, batches, model time, bundle (CONTRACTS §7). Label sets are closed or bounded.
+"""The predictor's metrics: requests, batches, model time, bundle. Label sets are closed or bounded.
 
 Children of the hot path are bound once: a `labels()` call costs more than the increment.
 """

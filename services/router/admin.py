@@ -1,6 +1,6 @@
 """The router's HTTP for people and tools: what it sees, what it decided and why, which policy is in force.
 
-Probes and metrics are open; everything else needs the bearer token where one is set (CONTRACTS §8).
+Probes and metrics are open; everything else needs the bearer token where one is set.
 """
 
 from collections.abc import Callable

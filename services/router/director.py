@@ -1,4 +1,4 @@
-"""The conductor: one request, top to bottom (DESIGN §2, steps 2–7).
+"""The conductor: one request, top to bottom.
 
 parse → snapshot → features → one prediction for all candidates → filters, scorers, picker → answer and ledger. All its
 inputs are handed in; it does no I/O of its own but awaits the prediction.

@@ -1,4 +1,4 @@
-"""The router's own metrics: decisions, rungs, added latency (CONTRACTS §7). Label sets are closed or bounded.
+"""The router's own metrics: decisions, rungs, added latency. Label sets are closed or bounded.
 
 A model's name is a label only up to `_MAX_MODELS` names; the rest are "other", so a scan of names can't grow the page.
 """

@@ -1,4 +1,4 @@
-"""Outcomes coming back: a plain NATS subscription to the pool's samples (CONTRACTS §3).
+"""Outcomes coming back: a plain NATS subscription to the pool's samples.
 
 Every router sees every outcome of its pool and corrects its own view by it. No acknowledgements: what is lost while
 NATS is away is lost to the router and kept for the trainer.

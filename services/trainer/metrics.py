@@ -1,4 +1,4 @@
-"""The trainer's metrics: window, fits, gate, bundles, calibration, stream (CONTRACTS §7). Label sets are closed."""
+"""The trainer's metrics: window, fits, gate, bundles, calibration, stream. Label sets are closed."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The ladder: remote predictor → this process's own bundle → None, for the heuristic scorers (DESIGN §2).
+"""The ladder: remote predictor → this process's own bundle → None, for the heuristic scorers.
 
 One call for all candidates of a decision. Never raises into the request path, and the steps share one deadline: the
 remote step leaves the own bundle the time it needs. Each step is counted, and the last failure of each kept for people.
