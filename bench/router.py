@@ -301,7 +301,8 @@ async def measure(*, quick: bool) -> dict[str, Any]:
         100: await whole(100, default_only if quick else SIZES, seconds, through_envoy=False),
     }
     split = {
-        count: {name: stages(count, size, repeats) for name, size in SIZES.items()} for count in (DEFAULT_CANDIDATES, 100)
+        count: {name: stages(count, size, repeats) for name, size in SIZES.items()}
+        for count in (DEFAULT_CANDIDATES, 100)
     }
     at = real[DEFAULT_CANDIDATES]["sizes"][DEFAULT_SIZE]
     parts = split[DEFAULT_CANDIDATES][DEFAULT_SIZE]
