@@ -20,6 +20,7 @@ import structlog
 import uvicorn
 import uvloop
 from fastapi import Depends, FastAPI, HTTPException, Request, Response, params
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -109,6 +110,12 @@ def probe_app(service: str, readiness: Readiness, registry: CollectorRegistry) -
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        # FastAPI's own answer repeats what was sent, and fails (500) where that isn't text.
+        faults = [{"field": ".".join(map(str, fault["loc"])), "message": fault["msg"]} for fault in error.errors()]
+        return JSONResponse({"detail": faults}, status_code=422)
 
     return app
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 from pydantic_settings import SettingsConfigDict
 
 from shared.lifecycle import EXIT_CONFIGURATION, Readiness, probe_app, require_token, run
@@ -49,6 +49,29 @@ def test_a_stopping_service_is_not_ready():
     readiness = Readiness()
     readiness.stopping = True
     assert readiness.report() == {"ready": False, "waiting_for": {"service": "stopping"}}
+
+
+class Choice(BaseModel):
+    name: str
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"name":"\xff', b'{"name": {"secret": 1}}', b"", b"[" * 100_000, b'{"name": 1e999, "x": "secret"}']
+)
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain", "application/octet-stream"])
+async def test_a_body_that_a_route_cannot_take_is_the_callers_fault_and_is_not_repeated(body, content_type):
+    app = probe_app("example", Readiness(), CollectorRegistry())
+
+    @app.put("/choice")
+    async def choose(choice: Choice) -> Choice:
+        return choice
+
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        response = await client.put("/choice", content=body, headers={"content-type": content_type})
+    assert response.status_code in {400, 422}
+    assert response.json()["detail"]
+    assert "secret" not in response.text
 
 
 async def test_the_three_routes_that_every_service_has():
