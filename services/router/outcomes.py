@@ -38,6 +38,8 @@ class OutcomeSubscriber:
         self._options = options
         self._observe = observe
         self._log = structlog.get_logger()
+        self._told: type[Exception] | None = None
+        """The error of this outage that was logged."""
         self._received = Counter("leadtime_router_outcomes_total", "Outcomes read back.", ["result"], registry=registry)
         self._connected = Gauge(
             "leadtime_router_nats_connected", "Whether NATS is connected, 0 or 1.", registry=registry
@@ -51,7 +53,7 @@ class OutcomeSubscriber:
             try:
                 client = await self._connect(closed)
             except (OSError, nats.errors.Error, TimeoutError) as error:
-                self._log.info("waiting for nats", error=type(error).__name__)
+                await self._on_error(error)
             else:
                 delay_s = _FIRST_DELAY_S
                 await self._read_until(closed, client)
@@ -99,6 +101,11 @@ class OutcomeSubscriber:
 
     async def _on_reconnect(self) -> None:
         self._connected.set(1)
+        self._told = None
+        self._log.info("nats answers again")
 
     async def _on_error(self, error: Exception) -> None:
-        self._log.info("nats error", error=type(error).__name__)
+        # nats-py reports every attempt, twice a second while the server is away: once says it all.
+        if type(error) is not self._told:
+            self._told = type(error)
+            self._log.info("nats error", error=type(error).__name__)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import nats
+import structlog
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
@@ -104,3 +105,13 @@ async def _raw(server: NatsServer, data: bytes) -> None:
     await client.publish(samples_subject("default"), data)
     await client.flush()
     await client.close()
+
+
+async def test_an_outage_is_logged_once_however_often_the_client_tries() -> None:
+    subscriber = OutcomeSubscriber("default", {}, lambda _: None, CollectorRegistry())
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(100):
+            await subscriber._on_error(ConnectionRefusedError())
+        await subscriber._on_reconnect()
+        await subscriber._on_error(ConnectionRefusedError())
+    assert [entry["event"] for entry in logs] == ["nats error", "nats answers again", "nats error"]
