@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -27,7 +27,6 @@ from deploy.local.binaries import Binaries, find_binaries
 from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, parse_endpoint, render
 from deploy.local.ports import LOOPBACK, Ports
 from deploy.local.processes import ChildSpec, Probe, Supervisor
-from shared.settings import is_loopback
 from sim.spec import ProcessSpec
 
 TRAINER_NICE: Final = 10
@@ -321,10 +320,6 @@ class Stack:
             if self.config.state_dir is None:
                 shutil.rmtree(self._store_dir, ignore_errors=True)
 
-    def exit_statuses(self) -> dict[str, int | None]:
-        """How each child ended; None for one that runs."""
-        return {child.name: child.exit_status for child in self.supervisor.children}
-
     def _write_files(self) -> None:
         for folder in ("nats", "redis"):
             (self._store_dir / folder).mkdir(parents=True, exist_ok=True)
@@ -443,15 +438,3 @@ def redis_probe(port: int) -> Probe:
                     await writer.wait_closed()
 
     return probe
-
-
-async def get_json(http: aiohttp.ClientSession, url: str) -> Any:
-    """GET → decoded JSON; raises aiohttp.ClientError for any other answer."""
-    async with http.get(url) as response:
-        response.raise_for_status()
-        return await response.json()
-
-
-def needs_token(address: Address) -> bool:
-    """Whether a listener is reachable from beyond this machine."""
-    return not is_loopback(address.host)

@@ -43,7 +43,7 @@ class RouterSettings(ServiceSettings):
     listed_endpoints: Annotated[int, Field(ge=1, le=8)] = 3
     """How many endpoints an answer lists, best first."""
     trust_request_headers: bool = False
-    """Whether clients may set priority, objective and fairness id by header."""
+    """Whether clients' priority, objective and fairness headers are believed; recorded, no policy reads them."""
     prefix_salt: SecretStr | None = None
     """Key of the prefix hashes, shared by the routers of a pool; random without one."""
     scrape_timeout_ms: PositiveMs = 1_000.0

@@ -107,7 +107,6 @@ class Ladder:
                 self._metrics.predicted(rung, self._clock.monotonic_ms() - started_ms)
                 return prediction
         self.by_rung[Rung.HEURISTIC] += 1
-        self._metrics.unpredicted()
         return None
 
     def describe(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Metrics of the router's predictions: rungs, calls, replicas, its own bundle and calibration. Closed label sets."""
+"""Metrics of the router's predictions: ladder steps, calls, replicas, own bundle, calibration. Closed label sets."""
 
 from collections.abc import Callable
 from typing import Final
@@ -20,13 +20,6 @@ class PredictMetrics:
 
     def __init__(self, registry: CollectorRegistry, clock: Clock) -> None:
         self._clock = clock
-        rungs = Counter(
-            "leadtime_router_predict_rungs_total",
-            "Predictions by the step of the ladder that gave them; heuristic: none did.",
-            ["rung"],
-            registry=registry,
-        )
-        self._rungs = {rung: rungs.labels(rung.value) for rung in (*_STEPS, Rung.HEURISTIC)}
         failures = Counter(
             "leadtime_router_predict_failures_total",
             "Steps of the ladder that gave no prediction.",
@@ -110,11 +103,7 @@ class PredictMetrics:
         self.store_errors = 0
 
     def predicted(self, rung: Rung, duration_ms: float) -> None:
-        self._rungs[rung].inc()
         self._step[rung].observe(seconds(duration_ms))
-
-    def unpredicted(self) -> None:
-        self._rungs[Rung.HEURISTIC].inc()
 
     def step_failed(self, rung: Rung, reason: FailureReason) -> None:
         self._failures[rung, reason].inc()

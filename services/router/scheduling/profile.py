@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field
@@ -17,8 +17,6 @@ from services.router.scheduling.config import StrictConfig, validated
 from services.router.scheduling.pipeline import NamedFilter, Pipeline, WeightedScorer
 from services.router.scheduling.registry import Kind, Plugin, Registry
 from shared.errors import ConfigurationError
-
-DEFAULT_PROFILE: Final = "leadtime"
 
 
 @dataclass(frozen=True, slots=True)

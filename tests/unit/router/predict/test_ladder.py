@@ -77,7 +77,7 @@ async def test_the_predictor_answers_first_by_default():
     assert (prediction.rung, prediction.bundle_version) == (Rung.PREDICTOR, REMOTE_VERSION)
     assert set(prediction.columns) == set(OUTPUTS)
     assert np.array_equal(prediction.columns["ttft_p50"], expected(rows_of(1, 2, 3), offset=7.0)[:, 0])
-    assert registry.get_sample_value("leadtime_router_predict_rungs_total", {"rung": "predictor"}) == 1
+    assert registry.get_sample_value("leadtime_router_predict_seconds_count", {"rung": "predictor"}) == 1
 
 
 async def test_where_so_set_the_own_copy_answers_first_and_no_call_is_made():
@@ -104,9 +104,8 @@ async def test_when_the_predictor_fails_the_own_copy_answers_and_the_reason_is_c
 
 
 async def test_without_any_prediction_there_is_none_and_that_is_counted():
-    ladder, registry = make(FakeClient(PredictError(FailureReason.NO_REPLICA, "")), FakeBundles())
+    ladder, _ = make(FakeClient(PredictError(FailureReason.NO_REPLICA, "")), FakeBundles())
     assert await ask(ladder) is None
-    assert registry.get_sample_value("leadtime_router_predict_rungs_total", {"rung": "heuristic"}) == 1
     assert ladder.describe()["by_rung"] == {"predictor": 0, "in_process": 0, "heuristic": 1}
 
 

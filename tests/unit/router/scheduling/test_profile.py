@@ -5,13 +5,13 @@ from importlib import resources
 import pytest
 
 from services.router.scheduling.profile import (
-    DEFAULT_PROFILE,
     Profiles,
     load_presets,
     load_profile_file,
     parse_profile,
 )
 from services.router.scheduling.registry import PLUGINS, Kind, Registry
+from services.router.settings import RouterSettings
 from shared.errors import ConfigurationError
 
 REGISTRY = Registry()
@@ -55,7 +55,7 @@ def fault_of(text):
 
 def test_the_presets_load_under_their_names():
     assert tuple(profile.name for profile in load_presets(REGISTRY)) == PRESETS
-    assert DEFAULT_PROFILE in PRESETS
+    assert RouterSettings.model_fields["profile"].default in PRESETS
 
 
 def test_a_preset_s_file_bears_its_name():
