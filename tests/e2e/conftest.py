@@ -1,11 +1,10 @@
 """One whole stack per module: real Envoy, NATS, a Redis-protocol server, the four services, fast simulated servers."""
 
 import asyncio
-import json
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +129,3 @@ async def live(tmp_path_factory: Any) -> AsyncIterator[Running]:
     directory: Path = tmp_path_factory.mktemp("stack")
     async for stack in running(directory, servers()):
         yield stack
-
-
-Wait = Callable[[], Any]
-__all__ = ["MODEL", "Running", "chat", "json", "live", "running", "servers"]
