@@ -69,11 +69,12 @@ def run(
         if not is_loopback(settings.http_host) and settings.http_token is None:
             prefix = settings_type.model_config.get("env_prefix", "")
             raise ConfigurationError(f"{prefix}HTTP_TOKEN: needed, since {prefix}HTTP_HOST isn't loopback")
+        configure_logging(service, settings.telemetry)
+        # What a setting names (a profile, a file) is looked at while the service is built.
+        uvloop.run(_run(service, settings, build))
     except ConfigurationError as error:
         sys.stderr.write(f"leadtime {service}: the configuration can't work\n{error}\n")
         return EXIT_CONFIGURATION
-    configure_logging(service, settings.telemetry)
-    uvloop.run(_run(service, settings, build))
     return 0
 
 

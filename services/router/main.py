@@ -53,6 +53,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
     registry = CollectorRegistry()
     readiness = Readiness(_ENDPOINT)
     pipeline = _profiles(settings).pipeline
+    policy = pipeline(settings.profile)
     rng = random.Random(secrets.randbits(64))  # noqa: S311 - jitter
 
     salt = settings.prefix_salt.get_secret_value().encode() if settings.prefix_salt else secrets.token_bytes(32)
@@ -86,7 +87,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
             ),
             state,
             ladder,
-            pipeline(settings.profile),
+            policy,
             metrics,
             clock,
             np.random.default_rng(),
@@ -168,16 +169,16 @@ async def _first_endpoint(state: PoolState, stop: asyncio.Event) -> None:
 
 async def _tick(state: PoolState, readiness: Readiness, extproc: ExtProcServer, clock: Clock) -> None:
     """Let the ledger's timers run in a quiet pool, and tell probes whether there is an endpoint."""
-    serving: bool | None = None
+    ready: bool | None = None
     while True:
         state.advance(clock.monotonic_ms())
         if state.ready_endpoints:
             readiness.met(_ENDPOINT)
         else:
             readiness.unmet(_ENDPOINT, "none is ready")
-        if serving is not readiness.ready:
-            serving = readiness.ready
-            await extproc.set_serving(serving)
+        if ready is not readiness.ready:
+            ready = readiness.ready
+            await extproc.set_ready(ready)
         await asyncio.sleep(_TICK_S)
 
 

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.router.state.discovery import parse_endpoints
 from shared.settings import NatsSettings, Port, PositiveMs, RedisSettings, ServiceSettings
 
 
@@ -54,3 +55,9 @@ class RouterSettings(ServiceSettings):
     """How long running requests may go on after SIGTERM."""
     nats: NatsSettings = Field(default_factory=NatsSettings)
     redis: RedisSettings = Field(default_factory=RedisSettings)
+
+    @field_validator("endpoints")
+    @classmethod
+    def _readable(cls, endpoints: str) -> str:
+        parse_endpoints(endpoints)
+        return endpoints

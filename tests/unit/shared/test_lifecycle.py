@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter
 from pydantic import BaseModel, SecretStr
 from pydantic_settings import SettingsConfigDict
 
+from shared.errors import ConfigurationError
 from shared.lifecycle import EXIT_CONFIGURATION, Readiness, probe_app, require_token, run
 from shared.settings import ServiceSettings
 
@@ -135,6 +136,15 @@ def test_a_bad_configuration_stops_the_start_with_its_faults(monkeypatch, capsys
     told = capsys.readouterr().err
     assert "leadtime example: the configuration can't work" in told
     assert "LEADTIME_EXAMPLE_HTTP_PORT" in told
+
+
+def test_a_fault_found_while_the_service_is_built_is_told_in_the_same_way(capsys):
+    async def build(settings: Example, stop: asyncio.Event) -> None:
+        raise ConfigurationError("profile: found 'leadtme'; allowed: leadtime")
+
+    assert run("example", Example, build) == EXIT_CONFIGURATION
+    told = capsys.readouterr().err
+    assert "leadtime example: the configuration can't work\nprofile: found 'leadtme'; allowed: leadtime\n" in told
 
 
 def test_a_listener_beyond_loopback_needs_a_token(monkeypatch, capsys):

@@ -132,11 +132,19 @@ def test_every_fault_of_every_block_is_told_at_once(environment):
     ]
 
 
-@pytest.mark.parametrize("variable", ["LEADTIME_EXAMPLE_HTTP_PROT", "LEADTIME_NATS_SERVER", "leadtime_redis_uri"])
-def test_a_variable_of_ours_that_nobody_reads_is_a_fault(environment, variable):
+@pytest.mark.parametrize(
+    ("variable", "guess"),
+    [
+        ("LEADTIME_EXAMPLE_HTTP_PROT", "meant: LEADTIME_EXAMPLE_HTTP_PORT? "),
+        ("LEADTIME_NATS_SERVER", "meant: LEADTIME_NATS_SERVERS? "),
+        ("leadtime_redis_uri", "meant: LEADTIME_REDIS_URL? "),
+        ("LEADTIME_LOG_X", ""),
+    ],
+)
+def test_a_variable_of_ours_that_nobody_reads_is_a_fault_that_tells_the_likely_one(environment, variable, guess):
     environment(**{variable: "1"})
     [fault] = faults()
-    assert fault.startswith(f"{variable}: no such setting; allowed: LEADTIME_")
+    assert fault.startswith(f"{variable}: no such setting; {guess}allowed: LEADTIME_")
 
 
 def test_variables_of_others_are_left_alone(environment):
