@@ -16,8 +16,8 @@ from services.router.outcomes import OutcomeSubscriber
 from shared.names import samples_subject
 from shared.samples import LatencySample, encode_sample
 from shared.settings import NatsSettings
+from tests.samples import make_sample
 from tests.servers import NatsServer, nats_server, until
-from tests.unit.router.test_decisions import sample
 
 
 def to(server: NatsServer) -> dict[str, Any]:
@@ -42,7 +42,7 @@ async def publish_until_seen(url: str, seen: list[LatencySample], name: str) -> 
     client = await nats.connect(url)
 
     async def seen_after_publishing() -> bool:
-        await client.publish(samples_subject("default"), encode_sample(sample(name)))
+        await client.publish(samples_subject("default"), encode_sample(make_sample(name)))
         await client.flush()
         return any(s.decision_id == name for s in seen)
 

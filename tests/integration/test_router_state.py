@@ -21,8 +21,8 @@ from shared.samples import Outcome
 from sim.model_server import ModelServer
 from sim.spec import Faults, ServerSpec
 from tests.fakes.fake_model_server import Script, Seen, fake_model_server
+from tests.samples import make_sample
 from tests.servers import fetch, free_port, until
-from tests.unit.router.state.samples import make_sample
 
 FAST = ScrapeConfig(idle_interval_ms=20.0, busy_interval_ms=20.0, timeout_ms=2_000.0, max_backoff_ms=50.0)
 MODELS = b'{"object":"list","data":[{"id":"m","object":"model"}]}'

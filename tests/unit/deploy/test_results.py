@@ -7,8 +7,9 @@ from rich.console import Console
 
 from deploy.local.results import PhaseOutcome, prediction_error, report
 from deploy.local.screen import result_table, summary_lines, ttft_p90_ratios
-from shared.samples import LatencySample, Outcome, Rung
+from shared.samples import LatencySample
 from sim.loadgen import Distribution, LoadSummary
+from tests.samples import make_sample
 
 FLAT = Distribution(100, 100.0, 100.0, 100.0, 100.0)
 PUNCTUAL = Distribution(100, 0.5, 0.5, 1.0, 2.0)
@@ -30,22 +31,8 @@ def outcome(name: str, **changes: object) -> PhaseOutcome:
 
 
 def sample(predicted_ms: float | None, actual_ms: float | None) -> LatencySample:
-    return LatencySample(
-        decision_id="d",
-        pool="default",
-        model="m",
-        endpoint="127.0.0.1:1",
-        outcome=Outcome.OK,
-        status=200,
-        streamed=True,
-        received_unix_ms=1.0,
-        completed_unix_ms=2.0,
-        rung=Rung.PREDICTOR,
-        schema_hash="0" * 16,
-        features=[],
-        prediction=None if predicted_ms is None else {"ttft_p50": predicted_ms},
-        ttft_ms=actual_ms,
-    )
+    prediction = None if predicted_ms is None else {"ttft_p50": predicted_ms}
+    return make_sample("d", prediction=prediction, ttft_ms=actual_ms)
 
 
 def three(**changes: object) -> list[PhaseOutcome]:

@@ -7,7 +7,8 @@ from services.router.decision_id import uuid7
 from services.router.decisions import DecisionLog, DecisionRecord, PredictionError
 from services.router.scheduling.decision import Decision, Opinion
 from shared.features import SCHEMA
-from shared.samples import LatencySample, Outcome, Rung
+from shared.samples import Rung
+from tests.samples import make_sample
 
 
 def record(decision_id: str) -> DecisionRecord:
@@ -37,24 +38,6 @@ def record(decision_id: str) -> DecisionRecord:
     )
 
 
-def sample(decision_id: str) -> LatencySample:
-    return LatencySample(
-        decision_id=decision_id,
-        pool="default",
-        model="m",
-        endpoint="127.0.0.1:2",
-        outcome=Outcome.OK,
-        status=200,
-        streamed=True,
-        received_unix_ms=1.0,
-        completed_unix_ms=2.0,
-        rung=Rung.PREDICTOR,
-        schema_hash=SCHEMA.hash,
-        features=[0.0] * len(SCHEMA),
-        ttft_ms=25.0,
-    )
-
-
 def test_a_decision_shows_its_candidates_best_first() -> None:
     shown = record("a").as_dict()
     assert [candidate["address"] for candidate in shown["candidates"]] == ["127.0.0.1:2", "127.0.0.1:1"]
@@ -68,8 +51,8 @@ def test_a_decision_shows_its_candidates_best_first() -> None:
 def test_an_outcome_is_put_beside_its_decision() -> None:
     log = DecisionLog(capacity=2)
     log.add(record("a"))
-    log.observe(sample("a"))
-    log.observe(sample("unknown"))
+    log.observe(make_sample("a", "127.0.0.1:2", ttft_ms=25.0))
+    log.observe(make_sample("unknown"))
     found = log.find("a")
     assert found is not None
     assert found.as_dict()["outcome"]["ttft_ms"] == 25.0

@@ -11,25 +11,12 @@ from shared.errors import FieldError, IntegrityError
 from shared.features import SCHEMA
 from shared.inference import BundleModel
 from shared.prediction import MAX_PREDICTED_MS, decode_request, plausible
-from shared.samples import LatencySample, Outcome, Rung, decode_decision, decode_sample, encode_sample
+from shared.samples import decode_decision, decode_sample, encode_sample
 from tests.bundles import OUTPUTS, default_weights, linear_graph, make_bundle
+from tests.samples import make_sample
 
 DEEP = b"[" * 50_000 + b"]" * 50_000
-SAMPLE = LatencySample(
-    decision_id="one",
-    pool="default",
-    model="m",
-    endpoint="10.0.0.1:8000",
-    outcome=Outcome.OK,
-    status=200,
-    streamed=True,
-    received_unix_ms=1.8e12,
-    completed_unix_ms=1.8e12,
-    rung=Rung.PREDICTOR,
-    schema_hash=SCHEMA.hash,
-    features=[0.0] * len(SCHEMA),
-    ttft_ms=20.0,
-)
+SAMPLE = make_sample("one", received_unix_ms=1.8e12, completed_unix_ms=1.8e12, ttft_ms=20.0)
 CALIBRATION = {"pool": "default", "bundle_version": "v", "sequence": 1, "updated_unix_ms": 1.8e12}
 
 

@@ -9,7 +9,7 @@ from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.vllm_metrics import Engine, EngineMetrics
 from shared.features import hardware_code
 from shared.samples import Outcome
-from tests.unit.router.state.samples import make_sample
+from tests.samples import make_sample
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
