@@ -225,16 +225,16 @@ def _unknown_variables(block: type[BaseSettings]) -> list[str]:
     prefix = block.model_config.get("env_prefix", "")
     known = {(prefix + name).upper() for name in block.model_fields}
     return [
-        f"{variable}: no such setting; {_like(variable.upper(), known)}allowed: {', '.join(sorted(known))}"
+        f"{variable}: no such setting; {_guess(variable, prefix, block)}allowed: {', '.join(sorted(known))}"
         for variable in sorted(os.environ)
         if prefix and variable.upper().startswith(prefix.upper()) and variable.upper() not in known
     ]
 
 
-def _like(variable: str, known: set[str]) -> str:
+def _guess(variable: str, prefix: str, block: type[BaseSettings]) -> str:
     """The one that was meant, as far as spelling tells."""
-    meant = difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
-    return f"meant: {meant[0]}? " if meant else ""
+    meant = difflib.get_close_matches(variable[len(prefix) :].lower(), block.model_fields, n=1)
+    return f"meant: {prefix}{meant[0].upper()}? " if meant else ""
 
 
 def _fault(prefix: str, item: dict[str, Any]) -> str:
