@@ -423,6 +423,9 @@ def _picker_cluster(config: EnvoyConfig) -> dict[str, Any]:
         "name": _PICKER,
         **_membership(_PICKER, members, [router.address for router in config.routers]),
         **_grpc_cluster(_EXT_PROC_SERVICE),
+        # Without a healthy router a request goes on without one at once. Envoy's default is to ask unhealthy ones: a
+        # single router that hangs would hold up each request for the whole message timeout.
+        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
         "load_balancing_policy": _policies(
             _typed("extensions.load_balancing_policies.least_request.v3.LeastRequest", choice_count=2)
         ),

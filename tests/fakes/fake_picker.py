@@ -43,6 +43,12 @@ class FakePicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     port: int = 0
     health_port: int = 0
+    checks: health.aio.HealthServicer = field(default_factory=health.aio.HealthServicer)
+
+    async def set_healthy(self, healthy: bool) -> None:
+        """What it answers to health checks."""
+        status = health_pb2.HealthCheckResponse.SERVING if healthy else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self.checks.set(HEALTH_SERVICE, status)
 
     async def Process(self, requests: AsyncIterator[ext_proc.ProcessingRequest], context: grpc.aio.ServicerContext):  # noqa: N802
         self.open_streams += 1
@@ -108,9 +114,8 @@ async def fake_picker(destination: Sequence[str] = (), metadata: str | None = No
     picker = FakePicker(tuple(destination), metadata)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)])
     external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(picker, server)
-    checks = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    await checks.set(HEALTH_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(picker.checks, server)
+    await picker.set_healthy(True)
     picker.port = picker.health_port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

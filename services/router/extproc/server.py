@@ -49,6 +49,7 @@ class ExtProcServer:
         self._health = health.aio.HealthServicer()
         self._servers: list[grpc.aio.Server] = []
         self._streams = 0
+        self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -90,15 +91,20 @@ class ExtProcServer:
             await item.start()
         return bound, bound_health
 
-    async def set_serving(self, serving: bool) -> None:
-        """What gRPC health says; liveness stays SERVING while the process runs."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    async def set_ready(self, ready: bool) -> None:
+        """What gRPC health says. Liveness stays SERVING while the process runs, and the service that Envoy asks for
+        until it stops: a router without an endpoint answers for itself (503 with a reason), and one that doesn't answer
+        health either is left out.
+        """
         for name in HEALTH_SERVICES:
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING if name == "liveness" else status)
+            serving = name == "liveness" or (name == SERVICE and not self._stopping) or ready
+            status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+            await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new streams' health, let the running ones end within the grace, then close."""
-        await self.set_serving(False)
+        self._stopping = True
+        await self.set_ready(False)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()

@@ -208,6 +208,28 @@ async def test_a_frozen_picker_costs_a_second_and_not_the_request() -> None:
         assert (await running.proxy.stats("ext_proc.message_timeouts"))["http.ingress.ext_proc.message_timeouts"] == 1
 
 
+async def test_a_picker_that_stays_frozen_is_left_out_and_comes_back() -> None:
+    async with gateway() as running:
+        running.picker.hang = True
+        await running.picker.set_healthy(False)
+
+        async def left_out() -> bool:
+            stats = await running.proxy.stats("cluster.picker.membership_healthy")
+            return stats["cluster.picker.membership_healthy"] == 0
+
+        async def asked_again() -> bool:
+            assert (await running.ask()).content == ANSWER.body
+            return bool(running.picker.headers)
+
+        await until(left_out, "the health check found it out")
+        for _ in range(4):  # together they take less than one of them waited for the picker
+            assert (await asyncio.wait_for(running.ask(), MESSAGE_TIMEOUT_S / 4)).content == ANSWER.body
+        assert not running.picker.headers
+        running.picker.hang = False
+        await running.picker.set_healthy(True)
+        await until(asked_again, "it is taken back")
+
+
 async def test_a_picker_that_holds_a_request_on_purpose_may_take_longer() -> None:
     async with gateway() as running:
         running.picker.destination = [running.two.address]

@@ -1,0 +1,48 @@
+"""What the router says to gRPC health checks: Envoy's, and those of whoever runs it."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+from services.router.extproc.server import HEALTH_SERVICES, SERVICE, ExtProcServer
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def said(port: int) -> dict[str, int]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        check: Any = health_pb2_grpc.HealthStub(channel).Check
+        return {name: (await check(health_pb2.HealthCheckRequest(service=name))).status for name in HEALTH_SERVICES}
+
+
+@pytest.mark.parametrize("ready", [True, False])
+async def test_a_router_without_an_endpoint_is_still_asked_and_is_not_called_ready(ready: bool) -> None:
+    server = ExtProcServer(None, CollectorRegistry(), max_body_bytes=1024)  # type: ignore[arg-type]
+    _, port = await server.start("127.0.0.1", 0, 0)
+    try:
+        await server.set_ready(ready)
+        answers = await said(port)
+        assert (answers[SERVICE], answers["liveness"]) == (SERVING, SERVING)
+        assert answers["readiness"] == answers[""] == (SERVING if ready else NOT_SERVING)
+    finally:
+        await server.stop(0.0)
+
+
+async def test_a_stopping_router_is_alive_and_gets_no_more_requests() -> None:
+    server = ExtProcServer(None, CollectorRegistry(), max_body_bytes=1024)  # type: ignore[arg-type]
+    _, port = await server.start("127.0.0.1", 0, 0)
+    await server.set_ready(True)
+    server._enter()  # a request under way, which the stop waits for
+    stopping = asyncio.create_task(server.stop(30.0))
+    await asyncio.sleep(0)
+    try:
+        answers = await said(port)
+        assert answers["liveness"] == SERVING
+        assert {answers[name] for name in ("", "readiness", SERVICE)} == {NOT_SERVING}
+    finally:
+        server._leave()
+        await stopping
