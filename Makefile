@@ -1,7 +1,8 @@
 # Every target sets up what it needs in .venv from the hash-pinned locks; a second run finds it done.
 #
 #   make demo    the whole system on this machine with simulated model servers   SECONDS=36 JSON=file RATE=… SEED=…
-#   make up      the same in front of your own servers   ENDPOINTS="http://host:8000;hardware_class=h100 …" PORT=8080
+#   make up      the same in front of your own servers   ENDPOINTS="http://host:8000;hardware_class=h100 …"
+#                PORT=8080 PROFILE=leadtime API=http://host:port
 #   make test    every test          make check   format, lint, types, imports, unit tests
 #   make bench   every benchmark, short, as JSON       make lock    write requirements/*.lock anew
 
@@ -28,7 +29,8 @@ demo: $(VENV)/.local
 	@$(BIN)/leadtime demo $(if $(SECONDS),--seconds $(SECONDS)) $(if $(RATE),--rate $(RATE)) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
 
 up: $(VENV)/.local
-	@$(BIN)/leadtime up $(foreach endpoint,$(ENDPOINTS),--endpoint '$(endpoint)') $(if $(PORT),--port $(PORT)) $(if $(API),--api $(API))
+	@$(if $(strip $(ENDPOINTS)),,echo 'which servers? make up ENDPOINTS="http://host:8000 http://host:8001"' >&2; exit 2)
+	@$(BIN)/leadtime up $(foreach endpoint,$(ENDPOINTS),--endpoint '$(endpoint)') $(if $(PORT),--port $(PORT)) $(if $(PROFILE),--profile $(PROFILE)) $(if $(API),--api $(API))
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile

@@ -5,12 +5,13 @@ and an exit status. 0: done; 1: a request failed, or a part did; 2: bad argument
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from secrets import SystemRandom
 from typing import Annotated, Any
@@ -27,8 +28,9 @@ from deploy.local.ports import LOOPBACK
 from deploy.local.processes import ChildError
 from deploy.local.run_dir import new_run_dir
 from deploy.local.screen import Screen
-from deploy.local.stack import Stack, StackConfig, endpoint_address
+from deploy.local.stack import Stack, StackConfig, endpoint_address, unknown_variables
 from deploy.local.up import UpOptions, run_up
+from services.router.state.discovery import parse_endpoints
 from shared.errors import ConfigurationError, FieldError
 from shared.settings import is_loopback
 
@@ -62,6 +64,7 @@ def demo(
     which learns from them as they pass, and ends with a table. Takes about two and a half minutes.
     """
     console = Console()
+    _refuse_unknown_variables()
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no directory {json_file.absolute().parent}", param_hint="--json")
     run_dir = _run_dir("demo")
@@ -87,28 +90,39 @@ def up(
         ),
     ],
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Where to take requests; 0 takes a free port.")] = 8080,
-    host: Annotated[str, typer.Option(help="Address to take requests on.")] = LOOPBACK,
+    host: Annotated[str, typer.Option(help="IP address to take requests on.")] = LOOPBACK,
     api: Annotated[
         str | None,
         typer.Option(metavar="URL", help="An ordinary service, http://host:port, to answer /api beside the models."),
     ] = None,
-    profile: Annotated[str, typer.Option(help="The routing policy: a preset's name.")] = "leadtime",
+    profile: Annotated[
+        str,
+        typer.Option(
+            envvar="LEADTIME_ROUTER_PROFILE",
+            help="The routing policy: a preset (leadtime, load-prefix, round-robin, …: services/router/scheduling) or "
+            "your own from LEADTIME_ROUTER_PROFILE_FILE.",
+        ),
+    ] = "leadtime",
     predictors: Annotated[int, typer.Option(min=0, max=16, help="Predictor processes.")] = 1,
     state: Annotated[
         Path, typer.Option(help="Directory that keeps samples and bundles from one run to the next.")
     ] = Path(".run/state"),
 ) -> None:
-    """Run Leadtime in front of your own OpenAI-compatible servers until stopped.
+    """Run Leadtime in front of your own OpenAI-compatible servers.
 
-    Looks at each server first and says what it lacks; prints where to send requests and where to look.
+    Looks at each server first and says what it lacks; prints where to send requests and where to look; runs until it
+    is stopped.
     """
     console = Console(soft_wrap=True)
-    try:
-        for each in endpoint:
+    _refuse_unknown_variables()
+    for each in endpoint:
+        with _refusing(f"--endpoint '{each}'"):
             endpoint_address(each)
+            parse_endpoints(each)
+    with _refusing(f"--api '{api}'"):
         api_address = parse_endpoint(api) if api else None
-    except FieldError as error:
-        raise typer.BadParameter(str(error)) from None
+    if not Address(host, port).is_ip:
+        raise typer.BadParameter(f"found '{host}'; allowed: an IP address of this machine", param_hint="--host")
     if not is_loopback(host):
         console.print(f"{host}: whoever reaches this address can use your servers; Envoy asks for no key")
     options = UpOptions(
@@ -162,6 +176,21 @@ def run(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     except (ChildError, ControlError, ConfigurationError, FieldError, OSError) as error:
         sys.stderr.write(f"leadtime: {error}\n")
         return 1
+
+
+@contextlib.contextmanager
+def _refusing(argument: str) -> Iterator[None]:
+    """A field's fault is the argument's."""
+    try:
+        yield
+    except FieldError as error:
+        raise typer.BadParameter(str(error), param_hint=argument) from None
+
+
+def _refuse_unknown_variables() -> None:
+    """Those of a service's own prefix are that service's to refuse."""
+    if unknown := unknown_variables(os.environ):
+        raise typer.BadParameter("\n".join(unknown), param_hint="environment")
 
 
 def _make_stack(config: StackConfig, **options: Any) -> Stack:

@@ -183,12 +183,15 @@ class _Demo:
     async def _first_bundle(self) -> None:
         """The measured phases begin with a model, or say at the end that there was none."""
         with_model = {"predictor", "in_process"}
-        self._screen.step("waiting for the first bundle")
         until_s = time.monotonic() + _FIRST_BUNDLE_TIMEOUT_S
+        waiting = False
         while time.monotonic() < until_s:
             served_by = (await self._router.stats()).served_by
             if any(served_by.get(rung) for rung in with_model):
                 return
+            if not waiting:
+                waiting = True
+                self._screen.step("waiting for the first bundle")
             # One small request at a time shows which rung answers.
             probe = WorkloadRequest(0, 0.0, 2, "probe", "probe", messages=(("user", "ping"),))
             await send_load([probe], LoadTarget(self._gateway_url, scenario.MODEL))

@@ -51,10 +51,14 @@ def judge(finding: Finding) -> list[str]:
         lacks.append(f"a streamed test request ended with status {finding.stream_status} and no content")
         return lacks
     if not finding.usage_unasked:
-        asked = "only for clients that set stream_options.include_usage" if finding.usage_asked else "none at all"
         lacks.append(
-            f"usage in streams: {asked}; TPOT and token counts are learned from those alone "
-            "(vLLM: --enable-force-include-usage)"
+            (
+                "streams carry usage only for clients that set stream_options.include_usage: TPOT and token counts are "
+                "learned from those alone"
+                if finding.usage_asked
+                else "streams carry no usage, even when asked: TPOT and token counts can't be learned from them"
+            )
+            + " (vLLM: --enable-force-include-usage)"
         )
     if not finding.cached_tokens:
         lacks.append(

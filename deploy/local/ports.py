@@ -64,6 +64,15 @@ class Ports:
             self.release(port)
 
 
+def check_free(host: str, port: int) -> None:
+    """Raise OSError where nobody could listen on this IP address and port now; port 0 is always free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # As Envoy does: connections of an earlier run that aren't quite over don't matter. A listener does.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+
+
 def outgoing_range(file: Path = _OUTGOING_RANGE) -> tuple[int, int]:
     """(lowest, highest) port of outgoing connections; the usual one where the system doesn't say."""
     try:

@@ -32,6 +32,9 @@ from sim.spec import ProcessSpec
 TRAINER_NICE: Final = 10
 """On two cores a fit would otherwise take time slices from requests under way."""
 _PROBE_TIMEOUT_S: Final = 2.0
+_PREFIXES: Final = tuple(
+    f"LEADTIME_{block}_" for block in ("ROUTER", "COLLECTOR", "TRAINER", "PREDICTOR", "NATS", "REDIS", "LOG")
+)
 # Stopped in this order: first what takes requests in, last what the others write to.
 _TIER_EDGE, _TIER_SERVICES, _TIER_STORES = 0, 1, 2
 
@@ -195,6 +198,27 @@ def common_environment(addresses: Addresses, pool: str) -> dict[str, str]:
     }
 
 
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """One fault for each variable that looks like ours and that no service would read: a typo must not be silence."""
+    return [
+        f"{variable}: no such setting; allowed: {', '.join(f'{prefix}…' for prefix in _PREFIXES)}"
+        for variable in sorted(environment)
+        if variable.upper().startswith("LEADTIME_") and not variable.upper().startswith(_PREFIXES)
+    ]
+
+
+def overridden(given: Mapping[str, str], *own: Mapping[str, str]) -> list[str]:
+    """Settings of the user's that no child gets to see, since the stack has a value of its own for them."""
+    return sorted(
+        {
+            variable
+            for part in own
+            for variable, value in part.items()
+            if variable.startswith("LEADTIME_") and given.get(variable, value) != value
+        }
+    )
+
+
 def service(name: str, settings: Mapping[str, object], *, instance: str = "", nice: int = 0) -> ChildSpec:
     """One of the four services. `-P` keeps the working directory off the import path: it may hold a `shared` too."""
     prefix = f"LEADTIME_{name.upper()}_"
@@ -283,6 +307,9 @@ class Stack:
         services = self._services()
         envoy = self._envoy()
         self._children = {spec.name: (spec, probe) for spec, probe in (*stores, *services, envoy)}
+        own = [spec.environment for spec, _ in self._children.values()]
+        for variable in overridden(self.config.environment, common_environment(self.addresses, self.config.pool), *own):
+            self._report(f"{variable}: yours isn't used, this command sets it itself")
         self._report("starting NATS" + (", Redis and the simulated servers" if self.simulated else " and Redis"))
         await self._start_children(*stores)
         self._report("starting router, collector, trainer and predictor")

@@ -17,6 +17,7 @@ import aiohttp
 
 from deploy.local.endpoint_check import Finding, inspect_all, judge
 from deploy.local.envoy import Address
+from deploy.local.ports import check_free
 from deploy.local.processes import ChildError
 from deploy.local.stack import Stack, StackConfig, endpoint_address
 from shared.errors import ConfigurationError
@@ -41,6 +42,7 @@ class UpOptions:
 
 async def run_up(options: UpOptions, say: Callable[[str], None], make_stack: Callable[..., Stack]) -> None:
     """Run until cancelled."""
+    listen_at(options.listen)
     with owned(options.state_dir):
         async with aiohttp.ClientSession() as http:
             urls = [f"http://{endpoint_address(endpoint)}" for endpoint in options.endpoints]
@@ -60,7 +62,10 @@ async def run_up(options: UpOptions, say: Callable[[str], None], make_stack: Cal
         async with make_stack(config, report=say) as stack:
             for line in where_lines(stack, findings):
                 say(line)
-            await watch(stack, say)
+            try:
+                await watch(stack, say)
+            finally:
+                say("stopping")
 
 
 async def watch(stack: Stack, say: Callable[[str], None]) -> None:
@@ -77,6 +82,17 @@ async def watch(stack: Stack, say: Callable[[str], None]) -> None:
                 say(f"{fault.name}: started again")
             except ChildError as again:
                 say(str(again))
+
+
+def listen_at(address: Address) -> None:
+    """Raise ConfigurationError at once, and not from Envoy when all else has started."""
+    try:
+        check_free(address.host, address.port)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--host {address.host} --port {address.port}: can't listen there: {error.strerror}; "
+            "name another port (0 takes a free one) or an address of this machine"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -119,8 +135,10 @@ def where_lines(stack: Stack, findings: Sequence[Finding]) -> list[str]:
         f"  counts by rung, bundles, error      {at.router_url}/v1/stats",
         f"  the model                           {at.trainer_url}/v1/model",
         *(f"  the bundle that answers             {url}/v1/status" for url in at.predictor_urls),
-        f"  metrics                             {at.router_url}/metrics  {at.collector_url}/metrics",
-        f"                                      {at.trainer_url}/metrics  {at.envoy_admin_url}/stats/prometheus",
+        f"/metrics and /readyz of               {at.router_url} (router)  {at.collector_url} (collector)",
+        f"                                      {at.trainer_url} (trainer)"
+        + "".join(f"  {url} (predictor)" for url in at.predictor_urls),
+        f"Envoy's own                           {at.envoy_admin_url}/stats/prometheus",
         f"logs: {stack.config.run_dir}",
         "Ctrl-C stops everything.",
     ]

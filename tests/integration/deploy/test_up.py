@@ -45,10 +45,10 @@ class Up:
         self.said = ""
 
     @classmethod
-    async def start(cls, directory: Path, urls: list[str]) -> "Up":
+    async def start(cls, directory: Path, urls: list[str], port: str = "0") -> "Up":
         endpoints = [part for url in urls for part in ("--endpoint", f"{url};hardware_class=h100")]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "deploy.local.cli", "up", *endpoints, "--port", "0", "--state", "state"),
+            *(sys.executable, "-m", "deploy.local.cli", "up", *endpoints, "--port", port, "--state", "state"),
             cwd=directory,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -80,7 +80,9 @@ async def test_up_says_what_lacks_serves_restarts_what_ends_and_leaves_nothing(t
         assert gateway is not None
         async with aiohttp.ClientSession() as http:
             await answers(http, gateway[1])
-            await a_second_is_refused(tmp_path, urls)
+            await a_second_is_refused(tmp_path, urls, "0", "another `leadtime up` keeps its samples and bundles there")
+            taken = gateway[1].rpartition(":")[2]
+            await a_second_is_refused(tmp_path, urls, taken, f"--port {taken}: can't listen there")
             (collector,) = pids_of(tmp_path, "collector")
             os.kill(collector, signal.SIGKILL)
             await answers(http, gateway[1])
@@ -94,12 +96,12 @@ async def test_up_says_what_lacks_serves_restarts_what_ends_and_leaves_nothing(t
     assert (tmp_path / "state" / "nats").is_dir()
 
 
-async def a_second_is_refused(directory: Path, urls: list[str]) -> None:
-    """A second one on the same state is refused with the reason."""
-    second = await Up.start(directory, urls)
+async def a_second_is_refused(directory: Path, urls: list[str], port: str, reason: str) -> None:
+    """A second one on the same state, or on the same port, is refused with the reason."""
+    second = await Up.start(directory, urls, port)
     rest, _ = await asyncio.wait_for(second.process.communicate(), 30)
     assert second.process.returncode == 1
-    assert "another `leadtime up` keeps its samples and bundles there" in rest.decode()
+    assert reason in rest.decode()
 
 
 async def answers(http: aiohttp.ClientSession, gateway_url: str) -> None:

@@ -32,6 +32,10 @@ def test_each_command_has_help(command: str) -> None:
         (("up",), "--endpoint"),
         (("up", "--endpoint", "https://127.0.0.1:1"), "http://host:port"),
         (("up", "--endpoint", "127.0.0.1:1"), "http://host:port"),
+        (("up", "--endpoint", "http://127.0.0.1:1;hardware_class=h1000"), "found 'h1000'; allowed: unknown, a100"),
+        (("up", "--endpoint", "http://127.0.0.1:1;hw=h100"), "hardware_class=NAME"),
+        (("up", "--endpoint", "http://127.0.0.1:1", "--endpoint", "http://two"), "--endpoint 'http://two'"),
+        (("up", "--endpoint", "http://127.0.0.1:1", "--host", "localhost"), "an IP address"),
         (("up", "--endpoint", "http://127.0.0.1:1", "--port", "70000"), "--port"),
         (("up", "--endpoint", "http://127.0.0.1:1", "--api", "ftp://x"), "http://host:port"),
     ],
@@ -40,3 +44,11 @@ def test_bad_arguments_are_refused_with_the_reason(arguments: tuple[str, ...], s
     result = run(*arguments)
     assert result.exit_code == 2
     assert said in result.output
+
+
+def test_a_misspelt_variable_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEADTIME_ROUTR_PROFILE", "leadtime")
+    for arguments in (("demo",), ("up", "--endpoint", "http://127.0.0.1:1")):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert "LEADTIME_ROUTR_PROFILE: no such setting" in result.output

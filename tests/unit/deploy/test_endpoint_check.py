@@ -31,7 +31,7 @@ def test_a_server_that_tells_all_lacks_nothing() -> None:
         ({"models": ()}, "/v1/models names no model"),
         ({"load_metrics": False}, "/metrics shows no queue length"),
         ({"usage_unasked": False}, "only for clients that set stream_options.include_usage"),
-        ({"usage_unasked": False, "usage_asked": False}, "usage in streams: none at all"),
+        ({"usage_unasked": False, "usage_asked": False}, "streams carry no usage, even when asked"),
         ({"usage_unasked": False}, "--enable-force-include-usage"),
         ({"cached_tokens": False}, "--enable-prompt-tokens-details"),
         ({"stream_status": 401}, "without a key is answered 401"),

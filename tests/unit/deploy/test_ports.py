@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.ports import LOOPBACK, Ports, outgoing_range
+from deploy.local.ports import LOOPBACK, Ports, check_free, outgoing_range
 
 
 def test_a_reserved_port_is_taken_until_it_is_released() -> None:
@@ -34,6 +34,14 @@ def test_when_every_port_is_for_outgoing_connections_the_kernel_chooses() -> Non
     port = ports.reserve()
     ports.close()
     assert port > 0
+
+
+def test_a_port_is_free_unless_somebody_listens_there() -> None:
+    check_free(LOOPBACK, 0)
+    with socket.create_server((LOOPBACK, 0), reuse_port=True) as server, pytest.raises(OSError, match="in use"):
+        check_free(LOOPBACK, server.getsockname()[1])
+    with pytest.raises(OSError, match="assign"):
+        check_free("192.0.2.1", 0)
 
 
 def test_a_taken_port_is_passed_over() -> None:

@@ -13,10 +13,12 @@ from deploy.local.stack import (
     common_environment,
     endpoint_address,
     envoy_config,
+    overridden,
     place_simulated,
     reserve_addresses,
     service,
     simulated_endpoints,
+    unknown_variables,
 )
 from shared.errors import FieldError
 from sim.spec import ProcessSpec, ServerSpec
@@ -81,6 +83,18 @@ def test_a_service_is_told_its_settings_by_its_own_prefix() -> None:
     assert spec.environment == {"LEADTIME_ROUTER_HTTP_PORT": "1", "LEADTIME_ROUTER_PROFILE": "leadtime"}
     assert spec.command[1:] == ("-P", "-m", "services.router")
     assert spec.nice == 3
+
+
+def test_a_variable_of_no_service_is_a_fault_and_those_of_the_services_are_left_to_them() -> None:
+    given = {"LEADTIME_TRAINR_POOL": "x", "LEADTIME_TRAINER_POOL": "x", "leadtime_router_x": "x", "PATH": "x"}
+    (fault,) = unknown_variables(given)
+    assert fault.startswith("LEADTIME_TRAINR_POOL: no such setting; allowed: LEADTIME_ROUTER_…, ")
+
+
+def test_a_user_s_setting_that_the_stack_replaces_is_named() -> None:
+    given = {"LEADTIME_REDIS_URL": "redis://mine", "LEADTIME_ROUTER_PROFILE": "leadtime", "OMP_NUM_THREADS": "8"}
+    common = {"LEADTIME_REDIS_URL": "redis://127.0.0.1:1", "OMP_NUM_THREADS": "1"}
+    assert overridden(given, common, {"LEADTIME_ROUTER_PROFILE": "leadtime"}) == ["LEADTIME_REDIS_URL"]
 
 
 def test_no_child_may_start_threads_or_telemetry_of_its_own_accord(ports: Ports) -> None:
