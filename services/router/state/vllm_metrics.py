@@ -8,7 +8,7 @@ Limits: text exposition format only. An absent family is None; `missing` names t
 whose value is no number is a `MetricsPageError`; NaN and infinities count as absent.
 """
 
-import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -125,6 +125,9 @@ _MARKS: Final = (
 )
 _REQUIRED: Final = ("waiting_requests", "running_requests", "kv_cache_utilization")
 _MEANS: Final = frozenset({"kv_cache_utilization", "process_start_s", "block_tokens"})
+# Beyond it a value is as unknown as NaN is: sums and products of what is left stay finite.
+_MOST: Final = 1e15
+_COUNT: Final = re.compile(r"[0-9]{1,12}")
 _BLOCK_LABELS: Final = ((b"block_size", b"num_gpu_blocks"), (b"page_size", b"num_pages"))
 
 
@@ -149,7 +152,7 @@ def parse_metrics(page: bytes) -> EngineMetrics:
             if family.label and family.label not in labels:
                 continue
             value = _number(raw, family.name)
-            if not math.isfinite(value):
+            if not abs(value) <= _MOST:  # NaN neither
                 continue
             total += value
             count += 1
@@ -239,7 +242,7 @@ def _label(labels: bytes, name: bytes) -> str | None:
 def _cache_geometry(labels: bytes) -> list[tuple[int, int]]:
     for size_label, count_label in _BLOCK_LABELS:
         size, count = _label(labels, size_label), _label(labels, count_label)
-        if size and count and size.isascii() and size.isdigit() and count.isascii() and count.isdigit():
+        if size and count and _COUNT.fullmatch(size) and _COUNT.fullmatch(count):
             return [(int(size), int(count))]
     return []
 

@@ -113,11 +113,18 @@ def test_a_wanted_value_that_is_no_number_is_a_typed_error_that_names_the_family
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [b"NaN", b"+Inf", b"-Inf"])
-def test_a_value_that_is_not_finite_counts_as_absent(value):
+@pytest.mark.parametrize("value", [b"NaN", b"+Inf", b"-Inf", b"1e308", b"-1e300", b"9" * 400])
+def test_a_value_that_no_server_can_have_counts_as_absent(value):
     metrics = parse_metrics(b"vllm:num_requests_running{} " + value + b"\nvllm:num_requests_waiting{} 1 1700000000\n")
     assert metrics.running_requests is None
     assert metrics.waiting_requests == 1.0
+
+
+@pytest.mark.parametrize("digits", [13, 400, 5_000])
+def test_a_cache_of_impossible_size_is_unknown(digits):
+    page = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="' + b"9" * digits + b'"} 1.0
+'
+    assert parse_metrics(page).kv_capacity_tokens is None
 
 
 def test_label_values_may_hold_braces_spaces_and_quotes():
