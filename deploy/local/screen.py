@@ -10,11 +10,14 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
+from rich.table import Column, Table
 
 from deploy.local.results import VOID_SHARE
 from sim.loadgen import percentile
+
+_BAR_FROM_WIDTH: Final = 104
+"""Columns of a terminal that has room for the bar beside the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,17 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._tasks: dict[str, TaskID] = {}
-        self._progress = Progress(
+        columns: list[ProgressColumn] = [
             TextColumn("[bold]{task.description:<12}"),
             BarColumn(bar_width=24),
             TextColumn("{task.completed:>4.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[detail]}"),
+            # The only one that may be broken where the terminal is narrow: a name or count cut short says nothing.
+            TextColumn("{task.fields[detail]}", table_column=Column(no_wrap=False)),
+        ]
+        if console.width < _BAR_FROM_WIDTH:
+            del columns[1]
+        self._progress = Progress(
+            *columns,
             console=console,
             auto_refresh=False,
             disable=not console.is_terminal,
