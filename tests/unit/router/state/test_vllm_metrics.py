@@ -122,8 +122,7 @@ def test_a_value_that_no_server_can_have_counts_as_absent(value):
 
 @pytest.mark.parametrize("digits", [13, 400, 5_000])
 def test_a_cache_of_impossible_size_is_unknown(digits):
-    page = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="' + b"9" * digits + b'"} 1.0
-'
+    page = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="' + b"9" * digits + b'"} 1.0\n'
     assert parse_metrics(page).kv_capacity_tokens is None
 
 
