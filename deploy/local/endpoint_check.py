@@ -36,7 +36,7 @@ class Finding:
 def judge(finding: Finding) -> list[str]:
     """What is lacking, one sentence each, with the remedy; empty when nothing is."""
     if not finding.reachable:
-        return ["doesn't answer: requests go to the others until it does"]
+        return ["doesn't answer: gets no requests until it does"]
     lacks = []
     if not finding.models:
         lacks.append("/v1/models names no model: Leadtime can't tell which requests it serves")

@@ -418,7 +418,8 @@ class Stack:
             *predictors,
             (collector, self._http_probe(f"{at.collector_url}/readyz")),
             (trainer, self._http_probe(f"{at.trainer_url}/readyz")),
-            (router, self._http_probe(f"{at.router_url}/readyz")),
+            # A user's servers may come up later than this; without any the router listens, and isn't ready.
+            (router, self._http_probe(f"{at.router_url}/readyz") if self.simulated else tcp_probe(at.router_extproc)),
         )
 
     def _envoy(self) -> tuple[ChildSpec, Probe]:
@@ -443,6 +444,21 @@ class Stack:
                 return f"{urlsplit(url).path} doesn't answer ({type(error).__name__})"
 
         return probe
+
+
+def tcp_probe(port: int) -> Probe:
+    """Ready when a connection is taken."""
+
+    async def probe() -> str | None:
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(LOOPBACK, port)
+        except (OSError, TimeoutError) as error:
+            return f"port {port} takes no connection ({type(error).__name__})"
+        writer.close()
+        return None
+
+    return probe
 
 
 def redis_probe(port: int) -> Probe:

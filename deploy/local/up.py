@@ -117,6 +117,8 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
     for finding in findings:
         lines.append(f"{finding.url}: {', '.join(finding.models) if finding.models else 'no model seen'}")
         lines += [f"  {lack}" for lack in judge(finding)]
+    if not any(finding.reachable for finding in findings):
+        lines.append("no server answers yet: requests get a 503 until one does")
     return lines
 
 

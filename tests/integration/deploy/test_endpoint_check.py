@@ -58,5 +58,5 @@ async def test_a_server_without_flags_lacks_usage_unasked_and_cached_tokens(urls
 
 async def test_an_address_where_nobody_listens_is_told_beside_the_others(urls: dict[str, str]) -> None:
     nobody, whole = await findings(f"http://127.0.0.1:{free_port()}", urls["whole"])
-    assert judge(nobody) == ["doesn't answer: requests go to the others until it does"]
+    assert judge(nobody) == ["doesn't answer: gets no requests until it does"]
     assert judge(whole) == []

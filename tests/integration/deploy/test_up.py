@@ -13,8 +13,9 @@ import aiohttp
 import pytest
 
 from deploy.local.processes import ChildSpec, Supervisor
+from deploy.local.stack import tcp_probe
 from sim.spec import ProcessSpec, ServerSpec
-from tests.servers import until
+from tests.servers import free_port, until
 
 SERVERS = ProcessSpec(
     servers=(ServerSpec(name="one", models=("m",), speed=50), ServerSpec(name="two", models=("m",), speed=50))
@@ -94,6 +95,37 @@ async def test_up_says_what_lacks_serves_restarts_what_ends_and_leaves_nothing(t
     assert status == 143, up.said
     await until(lambda: not pids_of(tmp_path, ""), "no process is left")
     assert (tmp_path / "state" / "nats").is_dir()
+
+
+async def test_up_may_be_started_before_any_server_is_up(tmp_path: Path) -> None:
+    port = free_port()
+    up = await Up.start(tmp_path, [f"http://127.0.0.1:{port}"])
+    try:
+        await up.says("Ctrl-C stops everything.")
+        assert "no server answers yet: requests get a 503 until one does" in up.said
+        gateway = re.search(r"send requests to (http://\S+)/v1", up.said)
+        assert gateway is not None
+        body = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+        async with aiohttp.ClientSession() as http:
+            async with http.post(f"{gateway[1]}/v1/chat/completions", json=body) as refused:
+                assert refused.status == 503
+            spec = ProcessSpec(servers=(ServerSpec(name="late", models=("m",), port=port, speed=50),))
+            (tmp_path / "late.json").write_text(spec.model_dump_json())
+            command = (sys.executable, "-P", "-m", "sim.server", "--spec", str(tmp_path / "late.json"))
+            async with Supervisor(tmp_path, {}) as supervisor:
+                await supervisor.start([(ChildSpec(name="sim", command=command), tcp_probe(port))])
+                await until_answered(http, gateway[1], body)
+    finally:
+        await up.end()
+
+
+async def until_answered(http: aiohttp.ClientSession, gateway_url: str, body: dict[str, object]) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            async with http.post(f"{gateway_url}/v1/chat/completions", json=body) as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.2)
 
 
 async def a_second_is_refused(directory: Path, urls: list[str], port: str, reason: str) -> None:

@@ -49,5 +49,5 @@ def test_findings_are_listed_under_their_server() -> None:
     assert finding_lines([WHOLE, replace(WHOLE, url="http://b", reachable=False, models=None)]) == [
         "http://127.0.0.1:1: m",
         "http://b: no model seen",
-        "  doesn't answer: requests go to the others until it does",
+        "  doesn't answer: gets no requests until it does",
     ]
