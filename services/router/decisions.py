@@ -77,6 +77,7 @@ def _outcome(sample: LatencySample) -> dict[str, Any]:
         "input_tokens": sample.input_tokens,
         "cached_tokens": sample.cached_tokens,
         "output_tokens": sample.output_tokens,
+        "output_tokens_estimated": sample.output_tokens_estimated,
     }
 
 

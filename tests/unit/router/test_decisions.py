@@ -55,7 +55,9 @@ def test_an_outcome_is_put_beside_its_decision() -> None:
     log.observe(make_sample("unknown"))
     found = log.find("a")
     assert found is not None
-    assert found.as_dict()["outcome"]["ttft_ms"] == 25.0
+    outcome = found.as_dict()["outcome"]
+    assert outcome["ttft_ms"] == 25.0
+    assert outcome["output_tokens_estimated"] is False
 
 
 def test_the_ring_keeps_the_newest() -> None:
