@@ -14,6 +14,9 @@ import aiohttp
 from shared.labels import EventStreamObserver
 
 _LOAD_METRICS: Final = (b"num_requests_waiting", b"num_queue_reqs", b"nv_trt_llm_request_metrics", b"num_waiting")
+# What a router takes for "may serve anything" (`services/router/state/scraper.py`).
+_NO_LIST: Final = frozenset({401, 403, 404, 405, 501})
+_NEEDS_KEY: Final = frozenset({401, 403})
 _TIMEOUT_S: Final = 20.0
 _PAGE_BYTES: Final = 2 * 1024 * 1024
 
@@ -25,6 +28,7 @@ class Finding:
     url: str
     reachable: bool
     models: tuple[str, ...] | None = None
+    models_status: int | None = None
     load_metrics: bool = False
     stream_status: int | None = None
     content: bool | None = None
@@ -39,12 +43,12 @@ def judge(finding: Finding) -> list[str]:
         return ["doesn't answer: gets no requests until it does"]
     lacks = []
     if not finding.models:
-        lacks.append("/v1/models names no model: Leadtime can't tell which requests it serves")
+        lacks.append(_lack_of_models(finding.models_status))
     if not finding.load_metrics:
         lacks.append("/metrics shows no queue length: Leadtime sees only the requests that it routed itself")
     if finding.stream_status is None:
         return lacks
-    if finding.stream_status in {401, 403}:
+    if finding.stream_status in _NEEDS_KEY:
         lacks.append(f"a test request without a key is answered {finding.stream_status}: usage wasn't checked")
         return lacks
     if finding.stream_status != 200 or not finding.content:
@@ -67,14 +71,23 @@ def judge(finding: Finding) -> list[str]:
     return lacks
 
 
+def _lack_of_models(status: int | None) -> str:
+    if status == 200:
+        return "/v1/models names no model: gets no requests until it does"
+    if status not in _NO_LIST:
+        return f"/v1/models answers {status}: gets no requests until it answers"
+    key = " without a key" if status in _NEEDS_KEY else ""
+    return f"/v1/models answers {status}{key}: gets requests for models that no other lists; answers weren't looked at"
+
+
 async def inspect(http: aiohttp.ClientSession, url: str) -> Finding:
     """Ask a server for its models, its metrics and two short streams; never raises for what it answers."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            models = await _models(http, url)
+            models_status, models = await _models(http, url)
             load_metrics = await _load_metrics(http, url)
             if not models:
-                return Finding(url, reachable=True, models=models, load_metrics=load_metrics)
+                return Finding(url, True, models, models_status, load_metrics)
             status, plain = await _stream(http, url, models[0], {})
             _, asked = await _stream(http, url, models[0], {"stream_options": {"include_usage": True}})
     except (aiohttp.ClientError, TimeoutError, OSError):
@@ -84,6 +97,7 @@ async def inspect(http: aiohttp.ClientSession, url: str) -> Finding:
         url=url,
         reachable=True,
         models=models,
+        models_status=models_status,
         load_metrics=load_metrics,
         stream_status=status,
         content=plain.first_content_ms is not None,
@@ -98,15 +112,15 @@ async def inspect_all(http: aiohttp.ClientSession, urls: Sequence[str]) -> list[
     return list(await asyncio.gather(*(inspect(http, url) for url in urls)))
 
 
-async def _models(http: aiohttp.ClientSession, url: str) -> tuple[str, ...]:
+async def _models(http: aiohttp.ClientSession, url: str) -> tuple[int, tuple[str, ...]]:
     async with http.get(f"{url}/v1/models") as response:
         if response.status != 200:
-            return ()
+            return response.status, ()
         try:
             page = await response.json(content_type=None)
-            return tuple(str(model["id"]) for model in page["data"])
+            return 200, tuple(str(model["id"]) for model in page["data"])
         except (ValueError, KeyError, TypeError):
-            return ()
+            return 200, ()
 
 
 async def _load_metrics(http: aiohttp.ClientSession, url: str) -> bool:

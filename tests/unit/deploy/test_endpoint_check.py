@@ -28,7 +28,13 @@ def test_a_server_that_tells_all_lacks_nothing() -> None:
     ("changes", "said"),
     [
         ({"reachable": False}, "doesn't answer"),
-        ({"models": ()}, "/v1/models names no model"),
+        ({"models": (), "models_status": 200, "stream_status": None}, "/v1/models names no model"),
+        (
+            {"models": (), "models_status": 401, "stream_status": None},
+            "/v1/models answers 401 without a key: gets requests for",
+        ),
+        ({"models": (), "models_status": 404, "stream_status": None}, "/v1/models answers 404: gets requests for"),
+        ({"models": (), "models_status": 500, "stream_status": None}, "/v1/models answers 500: gets no requests"),
         ({"load_metrics": False}, "/metrics shows no queue length"),
         ({"usage_unasked": False}, "only for clients that set stream_options.include_usage"),
         ({"usage_unasked": False, "usage_asked": False}, "streams carry no usage, even when asked"),
