@@ -9,9 +9,9 @@ import ipaddress
 import os
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, FilePath, SecretStr, ValidationError, field_validator, model_validator
@@ -26,6 +26,26 @@ PositiveMs = Annotated[float, Field(gt=0, le=3_600_000)]
 
 class _Block(BaseSettings):
     model_config = SettingsConfigDict(extra="forbid", frozen=True)
+
+
+_NATS_SCHEMES: Final = frozenset({"nats", "tls", "ws", "wss"})
+_REDIS_SCHEMES: Final = frozenset({"redis", "rediss", "unix"})
+
+
+def _url_fault(url: str, schemes: Collection[str]) -> str | None:
+    """Why a client couldn't connect to `url`, in words without its text (it may hold a password); None if it may."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return "a host or a port that can't be one"
+    if parts.scheme not in schemes:
+        return f"the scheme '{parts.scheme[:16]}'"
+    if parts.scheme == "unix":
+        return None if parts.path else "no path"
+    if not parts.hostname:
+        return "no host"
+    return "port 0" if port == 0 else None
 
 
 def is_loopback(host: str) -> bool:
@@ -53,6 +73,16 @@ class NatsSettings(_Block):
     tls_ca_file: FilePath | None = None
     tls_cert_file: FilePath | None = None
     tls_key_file: FilePath | None = None
+
+    @field_validator("servers")
+    @classmethod
+    def _reachable_servers(cls, servers: str) -> str:
+        for place, server in enumerate(servers.split(","), 1):
+            url = server.strip()
+            fault = _url_fault(url if "://" in url else f"nats://{url}", _NATS_SCHEMES)
+            if fault:
+                raise ValueError(f"server {place} has {fault}; allowed: nats://host:port or tls://host:port")
+        return servers
 
     def connect_options(self) -> dict[str, Any]:
         """Keyword arguments of nats-py's `connect`. It goes on trying for ever: no service depends on start order."""
@@ -100,9 +130,10 @@ class RedisSettings(_Block):
 
     @model_validator(mode="after")
     def _signed_beyond_loopback(self) -> Self:
+        fault = _url_fault(self.url, _REDIS_SCHEMES)
+        if fault:
+            raise ValueError(f"url has {fault}; allowed: redis://host:port, rediss://host:port or unix://path")
         parts = urlsplit(self.url)
-        if parts.scheme not in {"redis", "rediss", "unix"}:
-            raise ValueError("url must begin with redis://, rediss:// or unix://")
         local = parts.scheme == "unix" or is_loopback(parts.hostname or "")
         if not local and self.signing_key is None:
             raise ValueError("signing_key is needed: Redis isn't on loopback or a unix socket")

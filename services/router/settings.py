@@ -1,11 +1,12 @@
 """The router's settings, from the environment with the prefix LEADTIME_ROUTER_."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, FilePath, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.router.predict.client import parse_urls
 from services.router.state.discovery import parse_endpoints
 from shared.settings import NatsSettings, Port, PositiveMs, RedisSettings, ServiceSettings
 
@@ -20,10 +21,10 @@ class RouterSettings(ServiceSettings):
     extproc_port: Port = 9002
     health_port: Port = 9003
     """gRPC health: "", liveness, readiness and the ext-proc service's name."""
-    tls_cert_file: Path | None = None
+    tls_cert_file: FilePath | None = None
     """With `tls_key_file`: TLS on the ext-proc port."""
-    tls_key_file: Path | None = None
-    tls_client_ca_file: Path | None = None
+    tls_key_file: FilePath | None = None
+    tls_client_ca_file: FilePath | None = None
     """With the two before: only clients with a certificate of this CA may call."""
     endpoints: str = ""
     """Comma-separated model servers: `http://host:port;hardware_class=h100`; a name stands for all its addresses."""
@@ -61,3 +62,18 @@ class RouterSettings(ServiceSettings):
     def _readable(cls, endpoints: str) -> str:
         parse_endpoints(endpoints)
         return endpoints
+
+    @field_validator("predictors")
+    @classmethod
+    def _callable(cls, predictors: str) -> str:
+        parse_urls([url.strip() for url in predictors.split(",") if url.strip()])
+        return predictors
+
+    @model_validator(mode="after")
+    def _whole_tls(self) -> Self:
+        """Half of it would be no TLS at all, without a word."""
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file are needed together")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        return self

@@ -20,6 +20,32 @@ def test_endpoints_that_can_t_be_read_are_a_fault_of_their_variable(monkeypatch,
         load(RouterSettings)
 
 
+@pytest.mark.parametrize(
+    "predictors", ["ftp://x", "http://", "http://a:b", "http://a:8080/path", "http://a:8080,nonsense", "http://[::1"]
+)
+def test_predictors_that_can_t_be_called_are_a_fault_of_their_variable(monkeypatch, predictors):
+    monkeypatch.setenv("LEADTIME_ROUTER_PREDICTORS", predictors)
+    with pytest.raises(ConfigurationError, match="LEADTIME_ROUTER_PREDICTORS: "):
+        load(RouterSettings)
+
+
+@pytest.mark.parametrize("given", [("CERT",), ("KEY",), ("CLIENT_CA",), ("CERT", "CLIENT_CA")])
+def test_half_of_tls_is_refused_instead_of_being_none(monkeypatch, tmp_path, given):
+    file = tmp_path / "file.pem"
+    file.write_text("-")
+    for part in given:
+        monkeypatch.setenv(f"LEADTIME_ROUTER_TLS_{part}_FILE", str(file))
+    with pytest.raises(ConfigurationError, match="tls_cert_file"):
+        load(RouterSettings)
+
+
+def test_a_certificate_that_is_not_there_is_a_fault_of_its_variable(monkeypatch, tmp_path):
+    for part in ("CERT", "KEY"):
+        monkeypatch.setenv(f"LEADTIME_ROUTER_TLS_{part}_FILE", str(tmp_path / "absent.pem"))
+    with pytest.raises(ConfigurationError, match="LEADTIME_ROUTER_TLS_CERT_FILE"):
+        load(RouterSettings)
+
+
 def test_endpoints_are_kept_as_written(monkeypatch):
     monkeypatch.setenv("LEADTIME_ROUTER_ENDPOINTS", "http://llm:8000;hardware_class=h100, [::1]:8000")
     assert load(RouterSettings).endpoints == "http://llm:8000;hardware_class=h100, [::1]:8000"
