@@ -165,7 +165,7 @@ def summary_lines(report: Mapping[str, Any]) -> list[str]:
     """What the run as a whole amounts to, in words; nothing is left unsaid that is against it."""
     rungs = ", ".join(f"{rung} {count}" for rung, count in report["served_by"].items())
     counts = ", ".join(f"{key} {report[key]}" for key in ("requests", "failed", "samples", "bundles"))
-    lines = [f"{counts}; decisions of the measured phases: {rungs}"]
+    lines = [f"all phases: {counts}; decisions of the measured ones: {rungs}"]
     lines += [f"leadtime's TTFT p90 is {ratio:.2f}x {rival}'s" for rival, ratio in ttft_p90_ratios(report)]
     for name, policy in {"learning": report["learning"], **report["policies"]}.items():
         lines += [f"failed under {name}: {count} x {reason}" for reason, count in policy["failures"].items()]

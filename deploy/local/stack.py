@@ -27,6 +27,7 @@ from deploy.local.binaries import Binaries, find_binaries
 from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, parse_endpoint, render
 from deploy.local.ports import LOOPBACK, Ports
 from deploy.local.processes import ChildSpec, Probe, Supervisor
+from shared.errors import ConfigurationError
 from sim.spec import ProcessSpec
 
 TRAINER_NICE: Final = 10
@@ -131,8 +132,12 @@ def http_url(port: int) -> str:
 
 
 def reserve_addresses(config: StackConfig, ports: Ports) -> Addresses:
-    """A held port for every listener; a gateway port that the user chose is taken as it is."""
+    """A held port for every listener; one that the user chose, for the gateway or a service's HTTP, is taken as it is.
+
+    Raises ConfigurationError for a chosen one that is none.
+    """
     listen = config.listen
+    alone = config.predictors == 1  # several can't have one port
     return Addresses(
         gateway=listen if listen.port else Address(listen.host, ports.reserve()),
         envoy_admin=ports.reserve(),
@@ -141,13 +146,24 @@ def reserve_addresses(config: StackConfig, ports: Ports) -> Addresses:
         redis=ports.reserve(),
         router_extproc=ports.reserve(),
         router_health=ports.reserve(),
-        router_http=ports.reserve(),
+        router_http=_chosen_port(config, "ROUTER") or ports.reserve(),
         collector_als=ports.reserve(),
-        collector_http=ports.reserve(),
-        trainer_http=ports.reserve(),
-        predictors_http=tuple(ports.reserve() for _ in range(config.predictors)),
+        collector_http=_chosen_port(config, "COLLECTOR") or ports.reserve(),
+        trainer_http=_chosen_port(config, "TRAINER") or ports.reserve(),
+        predictors_http=tuple(
+            (_chosen_port(config, "PREDICTOR") if alone else 0) or ports.reserve() for _ in range(config.predictors)
+        ),
         sim_control=ports.reserve() if config.simulated else None,
     )
+
+
+def _chosen_port(config: StackConfig, service_name: str) -> int:
+    """The user's own for a service's HTTP, so that a scrape finds it after the next start too; 0: none."""
+    variable = f"LEADTIME_{service_name}_HTTP_PORT"
+    text = config.environment.get(variable, "0")
+    if not (text.isascii() and text.isdigit() and int(text) <= 65_535):
+        raise ConfigurationError(f"{variable}: found '{text[:16]}'; allowed: 0 to 65535")
+    return int(text)
 
 
 def place_simulated(spec: ProcessSpec, control_port: int, ports: Ports) -> ProcessSpec:

@@ -20,7 +20,7 @@ from deploy.local.stack import (
     simulated_endpoints,
     unknown_variables,
 )
-from shared.errors import FieldError
+from shared.errors import ConfigurationError, FieldError
 from sim.spec import ProcessSpec, ServerSpec
 
 SPEC = ProcessSpec(servers=(ServerSpec(name="a"), ServerSpec(name="b", port=4_321)))
@@ -51,6 +51,17 @@ def test_a_chosen_gateway_port_is_kept(ports: Ports) -> None:
     at = addresses(ports, listen=Address("0.0.0.0", 8_080))
     assert at.gateway == Address("0.0.0.0", 8_080)
     assert at.gateway_url == "http://127.0.0.1:8080"
+
+
+def test_a_port_that_the_user_sets_for_a_service_s_http_is_kept(ports: Ports) -> None:
+    chosen = {
+        f"LEADTIME_{name}_HTTP_PORT": str(at) for at, name in enumerate(("ROUTER", "TRAINER", "PREDICTOR"), 9_001)
+    }
+    at = addresses(ports, environment=chosen)
+    assert (at.router_http, at.trainer_http, at.predictors_http) == (9_001, 9_002, (9_003,))
+    assert 9_003 not in addresses(ports, environment=chosen, predictors=2).predictors_http
+    with pytest.raises(ConfigurationError, match="LEADTIME_ROUTER_HTTP_PORT: found '-1'; allowed: 0 to 65535"):
+        addresses(ports, environment={"LEADTIME_ROUTER_HTTP_PORT": "-1"})
 
 
 def test_simulated_servers_get_ports_and_keep_those_they_have(ports: Ports) -> None:
