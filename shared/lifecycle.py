@@ -168,9 +168,16 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serve_http(app: Any, host: str, port: int, *, grace_s: float = 3.0) -> AsyncIterator[tuple[str, int]]:
-    """Serve an ASGI app while the context is open; yields the bound (host, port)."""
+    """Serve an ASGI app while the context is open; yields the bound (host, port).
+
+    Raises ConfigurationError where nobody can listen there.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host.strip("[]"), port), family=family, backlog=1024)
+    try:
+        listener = socket.create_server((host.strip("[]"), port), family=family, backlog=1024)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+        raise ConfigurationError(f"HTTP_HOST, HTTP_PORT: can't listen on {host}, port {port}: {reason}") from None
     bound: tuple[str, int] = listener.getsockname()[:2]
     config = uvicorn.Config(
         app,

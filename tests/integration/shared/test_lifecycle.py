@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from shared.errors import ConfigurationError
 from shared.lifecycle import background, serve_http
 
 REPOSITORY = Path(__file__).parents[3]
@@ -111,10 +112,17 @@ async def test_background_work_that_fails_stops_the_service_and_is_raised():
     assert other_ended.is_set()
 
 
-async def test_a_taken_port_stops_the_start():
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="already in use"):
-        async with serve_http(FastAPI(), "127.0.0.1", taken.getsockname()[1]):
-            raise AssertionError("two servers on one port")
+async def test_an_address_where_nobody_can_listen_stops_the_start_as_a_fault_of_the_configuration():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(
+            ConfigurationError, match=rf"HTTP_PORT: can't listen on 127\.0\.0\.1, port {port}: Address al"
+        ):
+            async with serve_http(FastAPI(), "127.0.0.1", port):
+                pass
+    with pytest.raises(ConfigurationError, match=r"can't listen on no\.such\.host\.invalid"):
+        async with serve_http(FastAPI(), "no.such.host.invalid", 0):
+            pass
 
 
 async def test_a_request_under_way_is_answered_while_the_server_stops():
