@@ -9,7 +9,6 @@ Limits: no prompt, no completion, no header value but the model's name ever ente
 
 import base64
 import binascii
-import math
 from enum import StrEnum
 from typing import Final
 
@@ -22,6 +21,10 @@ from shared.features import SCHEMA, FloatMatrix
 DECISION_VERSION: Final = 1
 # Readers keep these texts as keys: without a limit one message could fill their memory.
 TEXT_LIMITS: Final = {"decision_id": 64, "pool": 63, "model": 512, "endpoint": 300}
+# One microsecond, Envoy's resolution: relative errors against less would drown all others.
+_LEAST_MS: Final = 0.001
+# A day, bent by calibration as far as it goes (shared.inference), and a little more.
+_MOST_PREDICTED_MS: Final = 1e9
 _LAST_UNIX_MS: Final = 253_402_300_800_000.0
 
 
@@ -181,8 +184,8 @@ def check_sample(sample: LatencySample) -> None:
     """Raise FieldError for a value that no completed request can have."""
     for name in ("ttft_ms", "tpot_ms", "e2e_ms"):
         value = getattr(sample, name)
-        if value is not None and not (0.0 < value < 86_400_000.0):
-            raise FieldError(f"sample.{name}", str(value), "above 0 and below 86400000 ms (one day)")
+        if value is not None and not (_LEAST_MS <= value < 86_400_000.0):
+            raise FieldError(f"sample.{name}", str(value), "0.001 to 86400000 ms (one day)")
     for name, limit in TEXT_LIMITS.items():
         length = len(getattr(sample, name))
         if not 0 < length <= limit:
@@ -192,8 +195,8 @@ def check_sample(sample: LatencySample) -> None:
         if not (0.0 <= value <= _LAST_UNIX_MS):
             raise FieldError(f"sample.{name}", str(value), f"0 to {_LAST_UNIX_MS:.0f} (the year 9999)")
     for output, value in (sample.prediction or {}).items():
-        if not (0.0 <= value < math.inf):
-            raise FieldError(f"prediction.{output[:32]}", str(value), "a finite number from 0")
+        if not (0.0 <= value <= _MOST_PREDICTED_MS):
+            raise FieldError(f"prediction.{output[:32]}", str(value), f"0 to {_MOST_PREDICTED_MS:g}")
     for name in ("input_tokens", "cached_tokens", "output_tokens"):
         value = getattr(sample, name)
         if value is not None and not (0 <= value <= 16_777_216):

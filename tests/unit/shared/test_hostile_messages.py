@@ -45,7 +45,10 @@ def test_nesting_beyond_the_reader_s_depth_is_a_fault_of_the_message():
         ({"endpoint": "x" * 100_000}, "sample.endpoint"),
         ({"received_unix_ms": -1.0}, "sample.received_unix_ms"),
         ({"completed_unix_ms": 1e300}, "sample.completed_unix_ms"),
+        ({"ttft_ms": 5e-324}, "sample.ttft_ms"),
+        ({"e2e_ms": 1e-9}, "sample.e2e_ms"),
         ({"prediction": {"ttft_p50": -1.0}}, "prediction.ttft_p50"),
+        ({"prediction": {"ttft_p50": 1e300}}, "prediction.ttft_p50"),
         ({"features": [1e300] * len(SCHEMA)}, "rows[0].input_tokens"),
     ],
 )
