@@ -65,8 +65,8 @@ def demo(
     """
     console = Console()
     _refuse_unknown_variables()
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no directory {json_file.absolute().parent}", param_hint="--json")
+    if json_file is not None:
+        _refuse_unwritable(json_file.absolute(), "--json")
     run_dir = _run_dir("demo")
     options = DemoOptions(scenario.Workload(rate, seconds, seed), run_dir, dict(os.environ))
 
@@ -185,6 +185,14 @@ def _refusing(argument: str) -> Iterator[None]:
         yield
     except FieldError as error:
         raise typer.BadParameter(str(error), param_hint=argument) from None
+
+
+def _refuse_unwritable(file: Path, argument: str) -> None:
+    """Minutes of measuring must not end in a file that can't be written."""
+    if not file.parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {file.parent}", param_hint=argument)
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise typer.BadParameter(f"{file} can't be written", param_hint=argument)
 
 
 def _refuse_unknown_variables() -> None:

@@ -98,8 +98,14 @@ def listen_at(address: Address) -> None:
 @contextlib.contextmanager
 def owned(state_dir: Path) -> Iterator[None]:
     """Make the state directory and keep a second stack off it; raises ConfigurationError when another has it."""
-    state_dir.mkdir(parents=True, exist_ok=True)
-    with (state_dir / "lock").open("w") as lock:
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        lock = (state_dir / "lock").open("w")
+    except OSError as error:
+        raise ConfigurationError(
+            f"--state {state_dir}: can't be written to ({error.strerror}); name another directory"
+        ) from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -1,9 +1,13 @@
 """The command line: help, and arguments that can't work are refused before anything starts."""
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
 from deploy.local.cli import app
+from deploy.local.up import owned
+from shared.errors import ConfigurationError
 
 
 def run(*arguments: str):
@@ -29,6 +33,7 @@ def test_each_command_has_help(command: str) -> None:
         (("demo", "--seconds", "1"), "--seconds"),
         (("demo", "--rate", "61"), "--rate"),
         (("demo", "--json", "/nowhere/at/all.json"), "no directory"),
+        (("demo", "--json", "/"), "can't be written"),
         (("up",), "--endpoint"),
         (("up", "--endpoint", "https://127.0.0.1:1"), "http://host:port"),
         (("up", "--endpoint", "127.0.0.1:1"), "http://host:port"),
@@ -52,3 +57,12 @@ def test_a_misspelt_variable_is_refused_before_anything_starts(monkeypatch: pyte
         result = run(*arguments)
         assert result.exit_code == 2
         assert "LEADTIME_ROUTR_PROFILE: no such setting" in result.output
+
+
+def test_a_state_directory_that_can_t_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigurationError, match=r"--state .*/file/state: can't be written to"),
+        owned(tmp_path / "file" / "state"),
+    ):
+        raise AssertionError("there is no such directory")
