@@ -140,7 +140,8 @@ def parse_endpoint(url: str) -> Address:
     except ValueError as error:
         raise FieldError("endpoint", f"a URL with {error}", allowed) from None
     if parts.scheme != "http":
-        raise FieldError("endpoint", f"scheme '{parts.scheme[:16]}'", allowed)
+        found = f"scheme '{parts.scheme[:16]}'" if "://" in url else "no http:// in front"
+        raise FieldError("endpoint", found, allowed)
     if not parts.hostname or port is None or port == 0:
         raise FieldError("endpoint", "no host or no port", allowed)
     if parts.path not in {"", "/"} or parts.query or parts.fragment or parts.username or parts.password:

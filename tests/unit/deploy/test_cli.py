@@ -36,7 +36,7 @@ def test_each_command_has_help(command: str) -> None:
         (("demo", "--json", "/"), "can't be written"),
         (("up",), "--endpoint"),
         (("up", "--endpoint", "https://127.0.0.1:1"), "http://host:port"),
-        (("up", "--endpoint", "127.0.0.1:1"), "http://host:port"),
+        (("up", "--endpoint", "127.0.0.1:1"), "no http:// in front"),
         (("up", "--endpoint", "http://127.0.0.1:1;hardware_class=h1000"), "found 'h1000'; allowed: unknown, a100"),
         (("up", "--endpoint", "http://127.0.0.1:1;hw=h100"), "hardware_class=NAME"),
         (("up", "--endpoint", "http://127.0.0.1:1", "--endpoint", "http://two"), "--endpoint 'http://two'"),
