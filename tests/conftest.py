@@ -3,11 +3,12 @@
 import asyncio
 import functools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import structlog
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
@@ -36,6 +37,14 @@ def _limited(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[No
             await test(*args, **kwargs)
 
     return within_the_limit
+
+
+@pytest.fixture(autouse=True)
+def _log_of_its_own() -> Iterator[None]:
+    """A service that a test starts in this process sends its log to the captured output, which is closed after it."""
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
 
 
 @pytest.fixture
