@@ -12,10 +12,10 @@ from services.router.predict.errors import FailureReason, PredictError
 from services.router.predict.ladder import Ladder, LadderConfig
 from services.router.predict.metrics import PredictMetrics
 from shared.bundle import Calibration
-from shared.clock import SystemClock
 from shared.inference import BundleModel, CompiledCalibration
 from shared.samples import Rung
 from tests.bundles import OUTPUTS, default_weights, expected, linear_graph, make_bundle, rows_of
+from tests.fakes.manual_clock import ManualClock
 
 REMOTE_VERSION = "1700000009000-0123abcd"
 
@@ -60,7 +60,7 @@ OWN = BundleModel(make_bundle(offset=1.0))
 
 def make(client=None, bundles=None, **config):
     registry = CollectorRegistry()
-    clock = SystemClock()
+    clock = ManualClock()  # a stall of a busy machine is no spent deadline
     ladder = Ladder(client, bundles, PredictMetrics(registry, clock), clock, config=LadderConfig(**config))
     return ladder, registry
 
