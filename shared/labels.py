@@ -1,12 +1,13 @@
-"""Bytes of a response → the instant of its first content, its usage, its end. Pure.
+"""Bytes of a response → the instant of its first content, its usage, its end; and the arithmetic of labels. Pure.
 
 Used wherever a response passes through Python: the router's response-stream way, the load generator, tests. After
 the first content only the tail is kept: no work per token. TTFT ends at the first *content* (text, reasoning, refusal,
 tool call), not at headers, role chunks, empty deltas or keep-alive comments: a real vLLM 0.32 sends
 `{"role":"assistant","content":""}` first.
 
-Limits: a line over 1 MiB, an encoded body or a truncated one makes labels unknown (None), never wrong, and never an
-exception. Works on identity-encoded bodies only.
+Limits: content that isn't there within the first MiB, an encoded body or a truncated one makes labels unknown (None),
+never wrong, and never an exception. Usage is seen up to the first content and in the last 16 KiB. Works on
+identity-encoded bodies only. `deploy/local/first_content.lua` has the same limits; a contract test holds them together.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,16 @@ from typing import Any, Final
 
 import orjson
 
-MAX_LINE_BYTES: Final = 1 << 20
+MAX_BYTES_BEFORE_CONTENT: Final = 1 << 20
 TAIL_BYTES: Final = 16_384
+MAX_TOKENS: Final = 16_777_216
+"""More than any request has: a larger count is none."""
+MIN_TPOT_MS: Final = 0.05
+"""20,000 tokens a second for one request: below it something between the model and us held the answer back."""
+BYTES_PER_STREAMED_TOKEN: Final = 223
+"""Size of one event of vLLM 0.32's chat stream, as recorded."""
+BYTES_PER_PLAIN_TOKEN: Final = 4
+ENVELOPE_BYTES: Final = 400
 
 _CHAT_CONTENT: Final = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
 _RESPONSES_DELTAS: Final = frozenset(
@@ -77,7 +86,10 @@ def usage_of(document: Any) -> Usage | None:
     if not isinstance(document, dict):
         return None
     usage = document.get("usage")
+    begun = False
     if not isinstance(usage, dict):
+        # Anthropic's `message_start` already counts an output token: the answer's beginning, not its length.
+        begun = isinstance(document.get("message"), dict)
         nested = document.get("response") or document.get("message")
         usage = nested.get("usage") if isinstance(nested, dict) else None
     if not isinstance(usage, dict):
@@ -86,20 +98,20 @@ def usage_of(document: Any) -> Usage | None:
     cached = details.get("cached_tokens") if isinstance(details, dict) else usage.get("cache_read_input_tokens")
     counts = Usage(
         _count(usage.get("prompt_tokens", usage.get("input_tokens"))),
-        _count(usage.get("completion_tokens", usage.get("output_tokens"))),
+        None if begun else _count(usage.get("completion_tokens", usage.get("output_tokens"))),
         _count(cached),
     )
     return None if counts == _NO_COUNTS else counts
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS else None
 
 
 class EventStreamObserver:
     """Watches a copy of an event stream, chunk by chunk as they arrive from the network."""
 
-    __slots__ = ("_lost", "_rest", "_tail", "first_content_ms", "last_byte_ms", "size_bytes")
+    __slots__ = ("_head_usage", "_lost", "_rest", "_tail", "first_content_ms", "last_byte_ms", "size_bytes")
 
     def __init__(self) -> None:
         self.first_content_ms: float | None = None
@@ -108,6 +120,7 @@ class EventStreamObserver:
         self._rest = b""
         self._tail = b""
         self._lost = False
+        self._head_usage: Usage | None = None
 
     def feed(self, chunk: bytes, now_ms: float) -> None:
         """Take the next chunk, received at `now_ms`. Chunks are network reads, not events."""
@@ -124,26 +137,30 @@ class EventStreamObserver:
         lines = (self._rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         self._rest = lines.pop()
         for line in lines:
-            if carries_content(_data(line)):
+            event = _data(line)
+            if b'"usage"' in line and (usage := usage_of(event)) is not None:
+                self._head_usage = _completed(usage, self._head_usage)
+            if carries_content(event):
                 self.first_content_ms = now_ms
                 self._rest = b""
                 return
-        if len(self._rest) > MAX_LINE_BYTES:
+        if self.size_bytes > MAX_BYTES_BEFORE_CONTENT:
             self._lost = True
             self._rest = b""
 
     def usage(self) -> Usage | None:
-        """The last usage within the tail, a count that it lacks taken from the one before (Anthropic splits them).
+        """Each count's last value, in the tail or up to the first content (Anthropic sends input first, output last).
 
-        None if the server sent none, or sent it more than 16 KiB before the end.
+        None if the server sent none, or sent it in between, more than 16 KiB before the end.
         """
-        found: Usage | None = None
+        found = _NO_COUNTS
         for line in reversed(self._tail_lines()):
             if b'"usage"' in line and (usage := usage_of(_data(line))) is not None:
-                found = usage if found is None else _completed(found, usage)
-                if None not in (found.input_tokens, found.output_tokens):
-                    break
-        return found
+                found = _completed(found, usage)
+                if None not in (found.input_tokens, found.output_tokens, found.cached_tokens):
+                    return found
+        found = _completed(found, self._head_usage)
+        return None if found == _NO_COUNTS else found
 
     def finished(self) -> bool:
         """Whether the stream said that it is complete (`[DONE]`, or a final event of the other dialects)."""
@@ -153,7 +170,9 @@ class EventStreamObserver:
         return self._tail.replace(b"\r", b"\n").split(b"\n")
 
 
-def _completed(usage: Usage, before: Usage) -> Usage:
+def _completed(usage: Usage, before: Usage | None) -> Usage:
+    if before is None:
+        return usage
     return Usage(
         before.input_tokens if usage.input_tokens is None else usage.input_tokens,
         before.output_tokens if usage.output_tokens is None else usage.output_tokens,
@@ -189,3 +208,17 @@ def usage_of_json(body: bytes) -> Usage | None:
         return usage_of(orjson.loads(body))
     except orjson.JSONDecodeError:
         return None
+
+
+def time_per_token_ms(first_ms: float, last_ms: float, output_tokens: int | None) -> float | None:
+    """Milliseconds per token after the first; None below 2 tokens. Below `MIN_TPOT_MS` it is no model's pace."""
+    if output_tokens is None or output_tokens < 2:
+        return None
+    return (last_ms - first_ms) / (output_tokens - 1)
+
+
+def estimated_output_tokens(response_bytes: int, *, streamed: bool) -> int:
+    """Tokens of an answer that said nothing about them, from the size of its body; good to a factor of two."""
+    if streamed:
+        return max(1, response_bytes // BYTES_PER_STREAMED_TOKEN)
+    return max(1, (response_bytes - ENVELOPE_BYTES) // BYTES_PER_PLAIN_TOKEN)

@@ -10,7 +10,7 @@ Limits: no prompt, no completion, no header value but the model's name ever ente
 import base64
 import binascii
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -123,6 +123,32 @@ class LatencySample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     output_tokens: int | None = None
     output_tokens_estimated: bool = False
     attempts: int = 1
+
+
+def completed_sample(decision: DecisionMetadata, served: ListedEndpoint, **observed: Any) -> LatencySample:
+    """What was known of the endpoint that served, with what was observed: LatencySample's other fields by name.
+
+    Raises FieldError for a row that isn't one.
+    """
+    return LatencySample(
+        decision_id=decision.decision_id,
+        pool=decision.pool,
+        model=decision.model,
+        endpoint=served.address,
+        received_unix_ms=decision.received_unix_ms,
+        rung=decision.rung,
+        schema_hash=decision.schema_hash,
+        features=decode_row(served.features).tolist(),
+        queue_ms=decision.queue_ms,
+        decision_ms=decision.decision_ms,
+        ttft_slo_ms=decision.ttft_slo_ms,
+        tpot_slo_ms=decision.tpot_slo_ms,
+        priority=decision.priority,
+        bundle_version=decision.bundle_version,
+        propensity=decision.propensity,
+        prediction=served.prediction,
+        **observed,
+    )
 
 
 _decision_encoder = msgspec.msgpack.Encoder()

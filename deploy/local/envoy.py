@@ -73,6 +73,8 @@ _USAGE_PATHS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     (names.USAGE_OUTPUT, ("response", "usage", "output_tokens")),
     (names.USAGE_CACHED, ("response", "usage", "input_tokens_details", "cached_tokens")),
     (names.USAGE_INPUT, ("message", "usage", "input_tokens")),
+    (names.USAGE_CACHED, ("usage", "cache_read_input_tokens")),
+    (names.USAGE_CACHED, ("message", "usage", "cache_read_input_tokens")),
 )
 
 

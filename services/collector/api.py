@@ -2,8 +2,9 @@
 gateways), beside the probes that every service has.
 
 The body is one sample or a list of them, as JSON (shared/samples.py). A 2xx is sent after JetStream's acknowledgement
-and not before. A list is taken whole or not at all where a sample is at fault; where NATS fails midway the caller
-repeats the list, and the dedup id takes out what was stored.
+and not before. A list is taken whole or not at all where a sample breaks the interface; where NATS fails midway the
+caller repeats the list, and the dedup id takes out what was stored. Sound samples that teach nothing (validate.py) are
+left out and counted by their reason; no repetition would make them better, so the answer is still a 2xx.
 """
 
 from typing import Any, Final
@@ -15,10 +16,10 @@ from fastapi.responses import JSONResponse
 from services.collector.metrics import CollectorMetrics
 from services.collector.publisher import NotDeliveredError, Publisher
 from services.collector.settings import CollectorSettings
-from services.collector.validate import check_posted
+from services.collector.validate import Verdict, judge_posted
 from shared.errors import FieldError
 from shared.lifecycle import require_token
-from shared.samples import LatencySample, decode_sample
+from shared.samples import decode_sample
 from shared.streams import MAX_SAMPLE_BYTES
 
 RETRY_AFTER_S: Final = "1"
@@ -36,7 +37,7 @@ def add_sample_routes(
     @app.post("/v1/samples", dependencies=[require_token(settings)], response_model=None)
     async def post_samples(request: Request) -> JSONResponse:
         try:
-            samples = read_samples(
+            verdicts = read_verdicts(
                 await _body(request, settings.max_post_bytes), settings.pool, settings.max_post_samples
             )
         except BodyTooLargeError as error:
@@ -45,20 +46,33 @@ def add_sample_routes(
         except FieldError as error:
             metrics.count_posted("invalid")
             return _error(400, str(error), "invalid_sample", error.field)
+        accepted = [verdict for verdict in verdicts if verdict.sample is not None]
         try:
-            published, duplicates = await publisher.deliver(samples)
+            stored = await publisher.deliver([verdict.sample for verdict in accepted if verdict.sample is not None])
         except NotDeliveredError as error:
-            metrics.count_posted("undelivered", len(samples))
+            metrics.count_posted("undelivered", len(accepted))
             return _error(503, str(error), "not_stored", None, {"retry-after": RETRY_AFTER_S})
-        metrics.count_posted("accepted", published)
-        metrics.count_posted("duplicate", duplicates)
-        return JSONResponse({"published": published, "duplicates": duplicates})
+        for verdict in verdicts:  # after the delivery: a list that is sent again would count twice
+            if verdict.sample is None:
+                metrics.count_posted(verdict.reason.value)
+        for verdict, new in zip(accepted, stored, strict=True):
+            metrics.count_posted("accepted" if new else "duplicate")
+            if new and verdict.sample is not None:
+                metrics.observe(verdict.sample, verdict.notes)
+        published = sum(stored)
+        return JSONResponse(
+            {
+                "published": published,
+                "duplicates": len(stored) - published,
+                "rejected": len(verdicts) - len(accepted),
+            }
+        )
 
 
-def read_samples(body: bytes, pool: str, limit: int) -> list[LatencySample]:
-    """Samples of a body; raises FieldError that names the first fault, with its index in a list."""
+def read_verdicts(body: bytes, pool: str, limit: int) -> list[Verdict]:
+    """Judged samples of a body; raises FieldError that names the first fault, with its index in a list."""
     if body.lstrip()[:1] != b"[":
-        return [_checked(body, pool)]
+        return [_judged(body, pool)]
     try:
         items = msgspec.json.decode(body, type=list[msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -67,21 +81,19 @@ def read_samples(body: bytes, pool: str, limit: int) -> list[LatencySample]:
         raise FieldError("samples", "an empty list", "at least one sample")
     if len(items) > limit:
         raise BodyTooLargeError(f"{len(items)} samples; allowed: {limit}")
-    samples = []
+    verdicts = []
     for index, item in enumerate(items):
         try:
-            samples.append(_checked(bytes(item), pool))
+            verdicts.append(_judged(bytes(item), pool))
         except FieldError as error:
             raise FieldError(f"samples[{index}].{error.field}", error.found, error.allowed) from None
-    return samples
+    return verdicts
 
 
-def _checked(body: bytes, pool: str) -> LatencySample:
+def _judged(body: bytes, pool: str) -> Verdict:
     if len(body) > MAX_SAMPLE_BYTES:
         raise BodyTooLargeError(f"a sample of {len(body)} bytes; allowed: {MAX_SAMPLE_BYTES}")
-    sample = decode_sample(body)
-    check_posted(sample, pool)
-    return sample
+    return judge_posted(decode_sample(body), pool)
 
 
 async def _body(request: Request, limit: int) -> bytes:

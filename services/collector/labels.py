@@ -12,16 +12,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.collector.entry import AccessLogEntry
+from shared.labels import MIN_TPOT_MS, time_per_token_ms
 
 CLOCK_TOLERANCE_US: Final = 1_000
 CLOCK_DRIFT_RATIO: Final = 0.001
 """A slewed wall clock may run away by 0.05 % while a request lasts; twice that is still no jump."""
-MIN_TPOT_MS: Final = 0.05
-"""20,000 tokens a second for one request: below it something between the model and Envoy held the answer back."""
-BYTES_PER_STREAMED_TOKEN: Final = 223
-"""Size of one event of vLLM 0.32's chat stream, as recorded."""
-BYTES_PER_PLAIN_TOKEN: Final = 4
-ENVELOPE_BYTES: Final = 400
 
 
 class ClockJumpError(Exception):
@@ -62,17 +57,8 @@ def latencies(entry: AccessLogEntry, *, streamed: bool, ended: bool) -> Latencie
     if not (earliest_us - tolerance_us <= first_us <= latest_us + tolerance_us):
         raise ClockJumpError
     first_us = min(max(first_us, earliest_us, 1), e2e_us)
-    tokens = entry.output_tokens
-    if not ended or tokens is None or tokens < 2:
-        return Latencies(first_us / 1e3, None, e2e_ms)
-    tpot_ms = (e2e_us - first_us) / (tokens - 1) / 1e3
-    if tpot_ms < MIN_TPOT_MS:
-        return Latencies(first_us / 1e3, None, e2e_ms, held_back=True)
-    return Latencies(first_us / 1e3, tpot_ms, e2e_ms)
-
-
-def estimated_output_tokens(response_bytes: int, *, streamed: bool) -> int:
-    """Tokens of an answer that said nothing about them, from the size of its body; good to a factor of two."""
-    if streamed:
-        return max(1, response_bytes // BYTES_PER_STREAMED_TOKEN)
-    return max(1, (response_bytes - ENVELOPE_BYTES) // BYTES_PER_PLAIN_TOKEN)
+    first_ms = first_us / 1e3
+    tpot_ms = time_per_token_ms(first_ms, e2e_ms, entry.output_tokens) if ended else None
+    if tpot_ms is not None and tpot_ms < MIN_TPOT_MS:
+        return Latencies(first_ms, None, e2e_ms, held_back=True)
+    return Latencies(first_ms, tpot_ms, e2e_ms)

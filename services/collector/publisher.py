@@ -89,8 +89,8 @@ class Publisher:
         """Queue a sample; the oldest waiting one goes if there is no room."""
         self._enqueue(_parcel(sample))
 
-    async def deliver(self, samples: list[LatencySample]) -> tuple[int, int]:
-        """Publish and await every acknowledgement; returns (new, duplicates). Raises NotDeliveredError."""
+    async def deliver(self, samples: list[LatencySample]) -> list[bool]:
+        """Publish and await every acknowledgement; says of each whether it was new. Raises NotDeliveredError."""
         if not self.connected:
             raise NotDeliveredError("no connection to NATS, or no stream there")
         loop = asyncio.get_running_loop()
@@ -109,8 +109,7 @@ class Publisher:
         lost = [fate for fate in settled if fate not in {Fate.ACKNOWLEDGED, Fate.DUPLICATE}]
         if lost:
             raise NotDeliveredError(f"{len(lost)} of {len(samples)} samples: {lost[0]}")
-        duplicates = sum(fate is Fate.DUPLICATE for fate in settled)
-        return len(settled) - duplicates, duplicates
+        return [fate is Fate.ACKNOWLEDGED for fate in settled]
 
     async def run(self, stop: asyncio.Event) -> None:
         """Connect, and pump until `stop` is set and the outbox is empty or the drain's time is over."""

@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+import msgspec
+
 from services.collector.entry import AccessLogEntry
-from services.collector.labels import ClockJumpError, Latencies, estimated_output_tokens, latencies
+from services.collector.labels import ClockJumpError, Latencies, latencies
 from shared.errors import FieldError
+from shared.labels import MIN_TPOT_MS, estimated_output_tokens
 from shared.samples import (
     TEXT_LIMITS,
     DecisionMetadata,
@@ -25,8 +28,8 @@ from shared.samples import (
     Outcome,
     TtftSource,
     check_sample,
+    completed_sample,
     decode_decision,
-    decode_row,
 )
 
 DECISION_ID_PATTERN: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
@@ -195,48 +198,73 @@ def _sample(
     *,
     streamed: bool,
 ) -> LatencySample:
-    features = decode_row(served.features).tolist()
-    _check_finite("features", *features)
-    _check_finite("prediction", *(served.prediction or {}).values())
     estimated = entry.output_tokens is None and entry.response_bytes > 0
-    output_tokens = (
-        estimated_output_tokens(entry.response_bytes, streamed=streamed) if estimated else entry.output_tokens
-    )
-    return LatencySample(
-        decision_id=decision.decision_id,
-        pool=decision.pool,
-        model=decision.model,
-        endpoint=served.address,
+    sample = completed_sample(
+        decision,
+        served,
         outcome=outcome,
         status=entry.status,
         streamed=streamed,
-        received_unix_ms=decision.received_unix_ms,
         completed_unix_ms=(entry.start_unix_us + entry.duration_us) / 1e3,
-        rung=decision.rung,
-        schema_hash=decision.schema_hash,
-        features=features,
-        queue_ms=decision.queue_ms,
-        decision_ms=decision.decision_ms,
-        ttft_slo_ms=decision.ttft_slo_ms,
-        tpot_slo_ms=decision.tpot_slo_ms,
-        priority=decision.priority,
-        bundle_version=decision.bundle_version,
-        propensity=decision.propensity,
-        prediction=served.prediction,
         ttft_ms=measured.ttft_ms,
         tpot_ms=measured.tpot_ms,
         e2e_ms=measured.e2e_ms,
         ttft_source=TtftSource.ACCESS_LOG if measured.ttft_ms is not None else None,
         input_tokens=entry.input_tokens,
         cached_tokens=entry.cached_tokens,
-        output_tokens=output_tokens,
+        output_tokens=(
+            estimated_output_tokens(entry.response_bytes, streamed=streamed) if estimated else entry.output_tokens
+        ),
         output_tokens_estimated=estimated,
         attempts=entry.attempts,
     )
+    _check_finite("features", *sample.features)
+    _check_finite("prediction", *(sample.prediction or {}).values())
+    return sample
+
+
+_REASONS_AGAINST: Final = {
+    Outcome.SHED: Reason.SHED,
+    Outcome.NO_ENDPOINT: Reason.NO_ENDPOINT,
+    Outcome.CLIENT_ERROR: Reason.NOT_SUCCESS,
+    Outcome.UPSTREAM_ERROR: Reason.NOT_SUCCESS,
+}
+
+
+def judge_posted(sample: LatencySample, pool: str) -> Verdict:
+    """The verdict on one posted sample, for the collector of `pool`: the same rules as for entries.
+
+    Raises FieldError for one that breaks the interface; its values were checked as it was read.
+    """
+    check_posted(sample, pool)
+    against = _REASONS_AGAINST.get(sample.outcome)
+    if against is not None:
+        return Verdict(against)
+    if sample.outcome is Outcome.OK:
+        if not 200 <= sample.status < 300:
+            return Verdict(Reason.NOT_SUCCESS)
+        if sample.output_tokens == 0:
+            return Verdict(Reason.EMPTY)
+        if sample.e2e_ms is None and sample.ttft_ms is None and sample.tpot_ms is None:
+            return Verdict(Reason.NO_TIMING)
+    elif sample.e2e_ms is None and sample.ttft_ms is None:
+        return Verdict(Reason.NO_TIMING)
+    counted = not sample.output_tokens_estimated and (sample.output_tokens or 0) >= 2
+    if sample.tpot_ms is not None and (sample.outcome is not Outcome.OK or not sample.streamed or not counted):
+        return Verdict(Reason.IMPLAUSIBLE)
+    notes = []
+    if sample.outcome is Outcome.OK and sample.streamed and sample.ttft_ms is None and sample.attempts == 1:
+        notes.append(Note.NO_FIRST_CONTENT)
+    if sample.outcome is Outcome.OK and (sample.output_tokens is None or sample.output_tokens_estimated):
+        notes.append(Note.NO_USAGE)
+    if sample.tpot_ms is not None and sample.tpot_ms < MIN_TPOT_MS:
+        sample = msgspec.structs.replace(sample, tpot_ms=None)
+        notes.append(Note.HELD_BACK)
+    return Verdict(Reason.ACCEPTED, sample, tuple(notes))
 
 
 def check_posted(sample: LatencySample, pool: str) -> None:
-    """Raise FieldError for a posted sample that can't be published; its values were checked as it was read."""
+    """Raise FieldError for a posted sample that no sender should make, or not for this collector."""
     _check_told("sample", sample)
     if sample.pool != pool:
         raise FieldError("sample.pool", f"'{sample.pool[:63]}'", f"'{pool}', the pool of this collector")

@@ -32,9 +32,9 @@ async def test_a_posted_sample_is_stored_once_under_its_decision_id(
     nats: NatsServer, collector: RunningCollector
 ) -> None:
     first = await collector.post(json.dumps(sample()))
-    assert (first.status_code, first.json()) == (200, {"published": 1, "duplicates": 0})
+    assert (first.status_code, first.json()) == (200, {"published": 1, "duplicates": 0, "rejected": 0})
     again = await collector.post(json.dumps([sample(), sample(2)]))
-    assert (again.status_code, again.json()) == (200, {"published": 1, "duplicates": 1})
+    assert (again.status_code, again.json()) == (200, {"published": 1, "duplicates": 1, "rejected": 0})
     found = await stored(nats.url)
     assert [dedup_id for dedup_id, _ in found] == ["posted-1", "posted-2"]
     assert found[0][1].ttft_ms == SAMPLE.ttft_ms
@@ -44,7 +44,7 @@ async def test_both_ways_of_one_completion_make_one_sample(nats: NatsServer, col
     await collector.log(entry(1))
     await until(lambda: stored_ids(nats.url), "the logged sample is stored")
     posted = await collector.post(json.dumps(sample(decision_id="logged-1")))
-    assert posted.json() == {"published": 0, "duplicates": 1}
+    assert posted.json() == {"published": 0, "duplicates": 1, "rejected": 0}
     assert await stored_ids(nats.url) == ["logged-1"]
 
 
@@ -71,6 +71,19 @@ async def test_a_bad_post_is_refused_whole_and_names_its_field(
         assert answer.status_code == status
         assert answer.json()["error"]["field"] == field
         assert await stored_ids(nats.url) == []
+
+
+async def test_posted_samples_that_teach_nothing_are_left_out_and_counted_by_reason(
+    nats: NatsServer, collector: RunningCollector
+) -> None:
+    posted = [sample(1), sample(2, status=500), sample(3, output_tokens=0), sample(4, outcome="shed")]
+    answer = await collector.post(json.dumps(posted))
+    assert (answer.status_code, answer.json()) == (200, {"published": 1, "duplicates": 0, "rejected": 3})
+    assert await stored_ids(nats.url) == ["posted-1"]
+    for reason in ("accepted", "not_success", "empty", "shed"):
+        assert await collector.metric(f'leadtime_collector_entries_total{{reason="{reason}",source="post"}}') == 1.0
+    line = 'leadtime_collector_samples_total{outcome="ok",pool="default"}'
+    assert await collector.metric(line) == 1.0
 
 
 async def test_a_token_that_is_set_is_asked_for(nats: NatsServer) -> None:

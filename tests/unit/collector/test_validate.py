@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.collector.entry import AccessLogEntry
-from services.collector.labels import ClockJumpError, estimated_output_tokens, latencies
-from services.collector.validate import Note, Probes, Reason, check_posted, judge
+from services.collector.labels import ClockJumpError, latencies
+from services.collector.validate import Note, Probes, Reason, Verdict, check_posted, judge, judge_posted
 from shared.errors import FieldError
 from shared.features import SCHEMA
+from shared.labels import estimated_output_tokens
 from shared.samples import (
     LatencySample,
     ListedEndpoint,
@@ -333,3 +334,48 @@ def test_a_posted_sample_at_fault_names_its_field(changes: dict[str, Any], field
     with pytest.raises(FieldError) as caught:
         check_posted(LatencySample(**{**values, **changes}), "default")
     assert caught.value.field == field
+
+
+def posted(**changes: Any) -> Verdict:
+    sample = accepted()
+    values = {name: getattr(sample, name) for name in sample.__struct_fields__}
+    return judge_posted(LatencySample(**{**values, **changes}), "default")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, Reason.ACCEPTED),
+        ({"status": 500}, Reason.NOT_SUCCESS),
+        ({"outcome": Outcome.UPSTREAM_ERROR, "status": 502}, Reason.NOT_SUCCESS),
+        ({"outcome": Outcome.CLIENT_ERROR, "status": 400}, Reason.NOT_SUCCESS),
+        ({"outcome": Outcome.SHED, "status": 429}, Reason.SHED),
+        ({"outcome": Outcome.NO_ENDPOINT, "status": 503}, Reason.NO_ENDPOINT),
+        ({"output_tokens": 0, "tpot_ms": None}, Reason.EMPTY),
+        ({"ttft_ms": None, "tpot_ms": None, "e2e_ms": None}, Reason.NO_TIMING),
+        ({"outcome": Outcome.CLIENT_ABORT, "ttft_ms": None, "tpot_ms": None, "e2e_ms": None}, Reason.NO_TIMING),
+        ({"outcome": Outcome.CLIENT_ABORT, "tpot_ms": None}, Reason.ACCEPTED),
+        ({"outcome": Outcome.CLIENT_ABORT}, Reason.IMPLAUSIBLE),
+        ({"output_tokens": None}, Reason.IMPLAUSIBLE),
+        ({"output_tokens": 1}, Reason.IMPLAUSIBLE),
+        ({"output_tokens_estimated": True}, Reason.IMPLAUSIBLE),
+        ({"streamed": False, "ttft_ms": None}, Reason.IMPLAUSIBLE),
+        ({"attempts": 2, "ttft_ms": None, "e2e_ms": None}, Reason.ACCEPTED),
+    ],
+)
+def test_a_posted_sample_is_judged_as_an_entry_is(changes: dict[str, Any], reason: Reason) -> None:
+    found = posted(**changes)
+    assert found.reason is reason
+    assert (found.sample is None) is (reason is not Reason.ACCEPTED)
+
+
+def test_a_posted_answer_that_was_held_back_loses_its_time_per_token() -> None:
+    found = posted(tpot_ms=0.01)
+    assert found.sample is not None
+    assert found.sample.tpot_ms is None
+    assert found.notes == (Note.HELD_BACK,)
+
+
+def test_what_a_posted_sample_lacks_is_noted() -> None:
+    assert posted(ttft_ms=None, tpot_ms=None).notes == (Note.NO_FIRST_CONTENT,)
+    assert posted(output_tokens=30, output_tokens_estimated=True, tpot_ms=None).notes == (Note.NO_USAGE,)

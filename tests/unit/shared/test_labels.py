@@ -7,7 +7,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shared.labels import TAIL_BYTES, EventStreamObserver, Usage, carries_content, usage_of, usage_of_json
+from shared.labels import (
+    TAIL_BYTES,
+    EventStreamObserver,
+    Usage,
+    carries_content,
+    time_per_token_ms,
+    usage_of,
+    usage_of_json,
+)
 
 DATA = Path(__file__).parents[2] / "data" / "vllm"
 
@@ -219,11 +227,35 @@ def test_counts_that_anthropic_splits_over_two_events_are_joined():
     assert observer.finished()
 
 
-def test_usage_far_before_the_end_is_unknown_and_the_tail_stays_small():
-    observer = observe(USAGE, *([CONTENT] * (1 + 2 * TAIL_BYTES // len(CONTENT))))
-    assert observer.usage() is None
-    assert observe(USAGE, b"x" * (TAIL_BYTES - len(USAGE))).usage() == Usage(5, 7, None)
-    assert observe(USAGE, b"x" * 10 * TAIL_BYTES).usage() is None
+def test_usage_in_the_middle_is_unknown_and_the_tail_stays_small():
+    later = [CONTENT] * (1 + 2 * TAIL_BYTES // len(CONTENT))
+    assert observe(CONTENT, USAGE, *later).usage() is None
+    assert observe(CONTENT, USAGE, b"x" * (TAIL_BYTES - len(USAGE))).usage() == Usage(5, 7, None)
+    assert observe(CONTENT, USAGE, b"x" * 10 * TAIL_BYTES).usage() is None
+
+
+def test_usage_before_the_first_content_is_kept_however_long_the_answer():
+    start = line({"type": "message_start", "message": {"usage": {"input_tokens": 9, "cache_read_input_tokens": 4}}})
+    end = line({"type": "message_delta", "usage": {"output_tokens": 20}})
+    text = line({"type": "content_block_delta", "delta": {"type": "text_delta", "text": "x"}})
+    observer = observe(start, *([text] * (1 + 2 * TAIL_BYTES // len(text))), end)
+    assert observer.usage() == Usage(9, 20, 4)
+
+
+def test_the_token_that_opens_an_anthropic_answer_is_not_its_length():
+    start = line({"type": "message_start", "message": {"usage": {"input_tokens": 9, "output_tokens": 1}}})
+    assert observe(start).usage() == Usage(9, None, None)
+
+
+def test_content_beyond_the_first_mib_is_not_looked_for():
+    observer = observe(*([b": wait\n" * 8_192] * 20), CONTENT)
+    assert observer.first_content_ms is None
+    assert observe(*([b": wait\n" * 8_192] * 15), CONTENT).first_content_ms == 16
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(None, None), (0, None), (1, None), (2, 10.0), (11, 1.0)])
+def test_time_per_token_wants_two_tokens(tokens, expected):
+    assert time_per_token_ms(100.0, 110.0, tokens) == expected
 
 
 @pytest.mark.parametrize(
