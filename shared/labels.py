@@ -118,7 +118,7 @@ class EventStreamObserver:
         self.last_byte_ms: float | None = None
         self.size_bytes = 0
         self._rest = b""
-        self._tail = b""
+        self._tail = bytearray()
         self._lost = False
         self._head_usage: Usage | None = None
 
@@ -128,8 +128,12 @@ class EventStreamObserver:
             return
         self.size_bytes += len(chunk)
         self.last_byte_ms = now_ms
-        tail = self._tail + chunk if len(chunk) < TAIL_BYTES else chunk
-        self._tail = tail[-TAIL_BYTES:] if len(tail) > 2 * TAIL_BYTES else tail
+        if len(chunk) >= TAIL_BYTES:
+            self._tail[:] = chunk[-TAIL_BYTES:]
+        else:
+            self._tail += chunk
+            if len(self._tail) > 2 * TAIL_BYTES:
+                del self._tail[:-TAIL_BYTES]
         if self.first_content_ms is None and not self._lost:
             self._look_for_content(chunk, now_ms)
 
@@ -167,7 +171,7 @@ class EventStreamObserver:
         return any(_is_last(line) for line in reversed(self._tail_lines()))
 
     def _tail_lines(self) -> list[bytes]:
-        return self._tail.replace(b"\r", b"\n").split(b"\n")
+        return bytes(self._tail).replace(b"\r", b"\n").split(b"\n")
 
 
 def _completed(usage: Usage, before: Usage | None) -> Usage:
