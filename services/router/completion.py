@@ -94,7 +94,7 @@ class CompletionObserver:
         *,
         sent_ms: float,
         done: Callable[[Completion], None],
-        on_first_content: Callable[[str, float], None] | None = None,
+        on_first_content: Callable[[str, float], object] | None = None,
     ) -> None:
         """`sent_ms`: when our answer was ready to be sent. `on_first_content`: told the decision id and the instant."""
         self._decision = decision

@@ -1,28 +1,34 @@
 """The conductor: one request, top to bottom.
 
 parse → snapshot → features → one prediction for all candidates → filters, scorers, picker → answer and ledger. All its
-inputs are handed in; it does no I/O of its own but awaits the prediction.
+inputs are handed in; it does no I/O of its own but awaits the prediction. Where Envoy shows the response, an observer
+per request makes its sample.
 
 Fails open: whatever goes wrong after parsing, a request gets the least loaded endpoint and the fault is counted. Only a
 request that can't be understood, or a pool without an endpoint, is answered by the router itself.
 """
 
 import secrets
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
 import structlog
 
+from services.router.completion import Completion, CompletionObserver, Reason
 from services.router.decision_id import uuid7
 from services.router.decisions import DecisionLog, DecisionRecord, PredictionError
 from services.router.extproc.messages import RequestHead, Routed
 from services.router.metrics import RouterMetrics
 from services.router.predict.ladder import Ladder
 from services.router.predict.types import Prediction
+from services.router.request.aliases import ModelAliases
 from services.router.request.errors import RejectReason, RequestRejected, UnsupportedEncoding
 from services.router.request.inference_request import InferenceRequest
-from services.router.request.parse import ParseConfig, Route, parse, route_of
+from services.router.request.parse import ParseConfig, Route, parse, plain_body, route_of
+from services.router.request.rewrite import replace_model
+from services.router.request.slo import control_headers
 from services.router.scheduling.decision import Decision
 from services.router.scheduling.interfaces import Context
 from services.router.scheduling.pipeline import Pipeline
@@ -30,6 +36,7 @@ from services.router.state.pool import PoolState
 from services.router.state.snapshot import Candidates
 from shared.clock import Clock
 from shared.features import SCHEMA, FloatMatrix
+from shared.names import PROBE
 from shared.samples import (
     DECISION_VERSION,
     DecisionMetadata,
@@ -45,12 +52,15 @@ _LOG_AGAIN_MS: Final = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class DirectorOptions:
-    """The conductor's part of the settings."""
+    """The conductor's part of the settings. `probe_user_agents`: beginnings of those whose requests teach nothing."""
 
     pool: str
     listed_endpoints: int
     decision_budget_ms: float
     parsing: ParseConfig
+    aliases: ModelAliases = field(default_factory=lambda: ModelAliases({}))
+    forward_control_headers: bool = False
+    probe_user_agents: tuple[str, ...] = ()
 
 
 class Director:
@@ -65,7 +75,11 @@ class Director:
         metrics: RouterMetrics,
         clock: Clock,
         rng: np.random.Generator,
+        completions: Callable[[LatencySample], None] | None = None,
     ) -> None:
+        """`completions` takes the samples of responses that pass through here; without it nobody looks at them."""
+        self._completions = completions
+        self._observers: dict[str, CompletionObserver] = {}
         self._options = options
         self._state = state
         self._ladder = ladder
@@ -86,19 +100,45 @@ class Director:
             if route_of(head.path) is Route.OTHER or (body is None and head.method != "POST"):
                 return self._pass_through(head, received_unix_ms)
             try:
-                request = parse(head.path, head.headers, body or b"", self._state.tokens, self._options.parsing)
+                request = self._parse(head, body or b"")
             except UnsupportedEncoding:  # the model server may know it: routed unread rather than refused
                 return self._pass_through(head, received_unix_ms)
             try:
-                return await self._route(request, head, received_ms, received_unix_ms)
+                routed = await self._route(request, head, received_ms, received_unix_ms)
             except RequestRejected:
                 raise
             except Exception:  # a fault of ours must not cost the request
                 self._fault("decision failed")
-                return self._pass_through(head, received_unix_ms)
+                routed = self._pass_through(head, received_unix_ms)
+            return routed if request.alias is None else self._rewritten(routed, request, head, body or b"")
         except RequestRejected as rejection:
             self.rejected(rejection.reason)
             return rejection
+
+    def _parse(self, head: RequestHead, body: bytes) -> InferenceRequest:
+        aliases = self._options.aliases
+        if not aliases:
+            return parse(head.path, head.headers, body, self._state.tokens, self._options.parsing)
+        draw = self._rng.random()
+        return parse(
+            head.path,
+            head.headers,
+            body,
+            self._state.tokens,
+            self._options.parsing,
+            lambda name: aliases.target(name, draw),
+        )
+
+    def _rewritten(self, routed: Routed, request: InferenceRequest, head: RequestHead, body: bytes) -> Routed:
+        """The answer with a body that names the model instead of its alias, as plain JSON whatever came."""
+        try:
+            plain = plain_body(head.headers, body, self._options.parsing.max_body_bytes)
+            named = replace_model(plain, request.model)
+        except ValueError:  # of JSON that was parsed: the endpoint gets what the client sent, and says what it thinks
+            self._fault("model rewrite failed")
+            return routed
+        encoded = ("content-encoding",) if "content-encoding" in head.headers else ()
+        return replace(routed, body=named, removed_headers=(*routed.removed_headers, *encoded))
 
     async def _route(
         self, request: InferenceRequest, head: RequestHead, received_ms: float, received_unix_ms: float
@@ -109,12 +149,14 @@ class Director:
         rows = self._rows(request, candidates)
         started_ms = self._clock.monotonic_ms()
         self._metrics.stage("features", started_ms - parsed_ms)
-        prediction = await self._ladder.predict(
-            rows,
-            candidates.addresses,
-            candidates.uncached_tokens + candidates.pending_uncached_tokens,
-            self._options.decision_budget_ms - (started_ms - received_ms),
-        )
+        prediction = None
+        if request.prediction_wanted:
+            prediction = await self._ladder.predict(
+                rows,
+                candidates.addresses,
+                candidates.uncached_tokens + candidates.pending_uncached_tokens,
+                self._options.decision_budget_ms - (started_ms - received_ms),
+            )
         predicted_ms = self._clock.monotonic_ms()
         self._metrics.stage("predict", predicted_ms - started_ms)
         decision = self._schedule(request, candidates, prediction, predicted_ms - received_ms)
@@ -123,7 +165,7 @@ class Director:
 
         decision_id = uuid7(received_unix_ms, secrets.randbits(74))
         first = decision.order[0]
-        routed = self._answer(
+        metadata = self._record(
             decision_id, request, candidates, rows, prediction, decision, received_ms, received_unix_ms
         )
         # Last, and taken back if it fails halfway: an entry whose id Envoy never gets would have no end.
@@ -139,8 +181,33 @@ class Director:
         except Exception:
             self._state.finish(decision_id, now_ms, completed=False)
             raise
-        self._metrics.decided(request.model, prediction, self._clock.monotonic_ms() - received_ms)
-        return routed
+        sent_ms = self._clock.monotonic_ms()
+        self._metrics.decided(request.model, prediction, sent_ms - received_ms)
+        if self._completions is not None and head.response_shown:
+            self._observe_response(metadata, head, sent_ms)
+        return Routed(
+            tuple(endpoint.address for endpoint in metadata.endpoints),
+            decision_id,
+            encode_decision(metadata),
+            removed_headers=self._removed_headers(head),
+        )
+
+    def _removed_headers(self, head: RequestHead) -> tuple[str, ...]:
+        return () if self._options.forward_control_headers else control_headers(head.headers)
+
+    def _observe_response(self, metadata: DecisionMetadata, head: RequestHead, sent_ms: float) -> None:
+        agents = self._options.probe_user_agents
+        if PROBE in head.headers or (agents and head.headers.get("user-agent", "").startswith(agents)):
+            self._metrics.completed(Reason.PROBE)
+            return
+        self._observers[metadata.decision_id] = CompletionObserver(
+            metadata, sent_ms=sent_ms, done=self._completed, on_first_content=self._state.observe_first_token
+        )
+
+    def _completed(self, completion: Completion) -> None:
+        self._metrics.completed(completion.reason, completion.notes)
+        if completion.sample is not None and self._completions is not None:
+            self._completions(completion.sample)
 
     def _rows(self, request: InferenceRequest, candidates: Candidates) -> FloatMatrix:
         expected = self._state.expected_output_tokens(request)
@@ -174,7 +241,7 @@ class Director:
             self._log_faults_at_ms = now_ms + _LOG_AGAIN_MS
             self._log.exception(event)
 
-    def _answer(
+    def _record(
         self,
         decision_id: str,
         request: InferenceRequest,
@@ -184,7 +251,8 @@ class Director:
         decision: Decision,
         received_ms: float,
         received_unix_ms: float,
-    ) -> Routed:
+    ) -> DecisionMetadata:
+        """Write the decision down: for those who ask the router, and for the one that learns from it."""
         decision_ms = self._clock.monotonic_ms() - received_ms
         rung = prediction.rung if prediction else Rung.HEURISTIC
         bundle_version = prediction.bundle_version if prediction else None
@@ -224,7 +292,7 @@ class Director:
                 decision=decision,
             )
         )
-        return Routed(tuple(candidates.addresses[i] for i in decision.order), decision_id, encode_decision(metadata))
+        return metadata
 
     def _pass_through(self, head: RequestHead, received_unix_ms: float) -> Routed:
         """A request that names no model (`GET /v1/models`, files): the least loaded endpoint, nothing learned."""
@@ -232,11 +300,24 @@ class Director:
         decision = _least_loaded(candidates, self._options.listed_endpoints)
         self._metrics.passed_through()
         destinations = tuple(candidates.addresses[i] for i in decision.order)
-        return Routed(destinations, uuid7(received_unix_ms, secrets.randbits(74)), None)
+        return Routed(
+            destinations,
+            uuid7(received_unix_ms, secrets.randbits(74)),
+            None,
+            removed_headers=self._removed_headers(head),
+        )
+
+    def response_observer(self, decision_id: str) -> CompletionObserver | None:
+        """Who wants to see this request's response, which passes through the edge chunk by chunk; None: nobody."""
+        return self._observers.get(decision_id)
 
     def finished(self, decision_id: str, *, completed: bool) -> None:
-        """The request is over, however it ended: out of the ledger."""
-        self._state.finish(decision_id, self._clock.monotonic_ms(), completed=completed)
+        """The request is over, however it ended: out of the ledger, and a sample of what was seen of its response."""
+        now_ms = self._clock.monotonic_ms()
+        self._state.finish(decision_id, now_ms, completed=completed)
+        observer = self._observers.pop(decision_id, None)
+        if observer is not None:
+            observer.closed(now_ms, completed=completed)
 
     def rejected(self, reason: RejectReason) -> None:
         self._metrics.rejected(reason)

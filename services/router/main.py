@@ -16,6 +16,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from services.router.admin import admin_app
+from services.router.alias_file import alias_table
 from services.router.director import Director, DirectorOptions
 from services.router.extproc.server import ExtProcServer
 from services.router.metrics import RouterMetrics
@@ -24,8 +25,10 @@ from services.router.predict.bundles import BundleWatcher
 from services.router.predict.client import ClientConfig, PredictorClient
 from services.router.predict.ladder import Ladder, LadderConfig
 from services.router.predict.metrics import PredictMetrics
+from services.router.request.aliases import ModelAliases
 from services.router.request.parse import ParseConfig
 from services.router.request.tokens import TokenEstimator
+from services.router.sample_sink import SampleSink, parse_collectors
 from services.router.scheduling.profile import Profiles, load_presets, load_profile_file
 from services.router.scheduling.registry import Registry
 from services.router.settings import RouterSettings
@@ -75,15 +78,24 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
         config=ScrapeConfig(timeout_ms=settings.scrape_timeout_ms),
     )
     metrics = RouterMetrics(registry)
-    async with _predictions(settings, state, registry, clock, stop) as ladder:
+    aliases = ModelAliases(alias_table(settings.model_aliases, settings.model_aliases_file))
+    async with (
+        _sink(settings, registry, rng) as sink,
+        _predictions(settings, state, registry, clock, stop) as ladder,
+    ):
         director = Director(
             DirectorOptions(
                 pool=settings.pool,
                 listed_endpoints=settings.listed_endpoints,
                 decision_budget_ms=settings.decision_budget_ms,
                 parsing=ParseConfig(
-                    trust_request_headers=settings.trust_request_headers, max_body_bytes=settings.max_body_bytes
+                    trust_request_headers=settings.trust_request_headers,
+                    objectives=settings.objectives,
+                    max_body_bytes=settings.max_body_bytes,
                 ),
+                aliases=aliases,
+                forward_control_headers=settings.forward_control_headers,
+                probe_user_agents=tuple(filter(None, map(str.strip, settings.probe_user_agents.split(",")))),
             ),
             state,
             ladder,
@@ -91,6 +103,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
             metrics,
             clock,
             np.random.default_rng(),
+            sink.offer if sink else None,
         )
         outcomes = OutcomeSubscriber(settings.pool, settings.nats.connect_options(), director.observe, registry)
         extproc = ExtProcServer(director, registry, max_body_bytes=settings.max_body_bytes)
@@ -108,6 +121,20 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
                 await stop.wait()
                 readiness.stopping = True
                 await extproc.stop(settings.drain_s)
+
+
+@contextlib.asynccontextmanager
+async def _sink(
+    settings: RouterSettings, registry: CollectorRegistry, rng: random.Random
+) -> AsyncIterator[SampleSink | None]:
+    """The way to the collectors, where any are named; it ends after everything that fills it."""
+    urls = parse_collectors(settings.collectors)
+    if not urls:
+        yield None
+        return
+    token = settings.collector_token.get_secret_value() if settings.collector_token else None
+    async with SampleSink(urls, registry, rng, token=token) as sink:
+        yield sink
 
 
 @contextlib.asynccontextmanager

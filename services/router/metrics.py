@@ -7,6 +7,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from services.router.completion import Note, Reason
 from services.router.predict.types import Prediction
 from services.router.request.errors import RejectReason
 from shared.samples import Rung
@@ -46,6 +47,17 @@ class RouterMetrics:
             registry=registry,
         )
         self._stages = {name: stages.labels(name) for name in ("parse", "features", "predict", "policy")}
+        completions = Counter(
+            "leadtime_router_completions_total",
+            "Responses seen on their way through, by what became of them.",
+            ["reason"],
+            registry=registry,
+        )
+        self._completions = {reason: completions.labels(reason.value) for reason in Reason}
+        notes = Counter(
+            "leadtime_router_completion_notes_total", "Completions that lack something.", ["note"], registry=registry
+        )
+        self._notes = {note: notes.labels(note.value) for note in Note}
         for reason in RejectReason:
             self._rejections.labels(reason.value)
         self._models: set[str] = set()
@@ -68,6 +80,11 @@ class RouterMetrics:
     def rejected(self, reason: RejectReason) -> None:
         self.by_reason[reason] += 1
         self._rejections.labels(reason.value).inc()
+
+    def completed(self, reason: Reason, notes: tuple[Note, ...] = ()) -> None:
+        self._completions[reason].inc()
+        for note in notes:
+            self._notes[note].inc()
 
     def passed_through(self) -> None:
         self._passed.inc()

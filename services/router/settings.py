@@ -6,7 +6,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, FilePath, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.router.alias_file import alias_table
 from services.router.predict.client import parse_urls
+from services.router.request.aliases import ModelAliases
+from services.router.sample_sink import parse_collectors
 from services.router.state.discovery import parse_endpoints
 from shared.settings import NatsSettings, Port, PositiveMs, RedisSettings, ServiceSettings
 
@@ -46,6 +49,20 @@ class RouterSettings(ServiceSettings):
     """How many endpoints an answer lists, best first."""
     trust_request_headers: bool = False
     """Whether clients' priority, objective and fairness headers are believed; recorded, no policy reads them."""
+    objectives: dict[str, Annotated[int, Field(ge=-1_000_000, le=1_000_000)]] = Field(default_factory=dict)
+    """JSON: priority by objective name, for the objective header of trusted requests."""
+    forward_control_headers: bool = False
+    """Whether SLO, objective, priority and other headers for the router go on to the model server."""
+    model_aliases: dict[str, str | dict[str, int]] = Field(default_factory=dict)
+    """JSON: a client's name for a model → the model, or models by weight: `{"chat": {"llama-a": 9, "llama-b": 1}}`."""
+    model_aliases_file: FilePath | None = None
+    """The same table as YAML; the two are joined, and may not both name an alias."""
+    collectors: str = ""
+    """Comma-separated URLs of collectors for the samples of responses that pass through here; empty: none are made."""
+    collector_token: SecretStr | None = None
+    """Bearer token that the collectors ask for."""
+    probe_user_agents: str = "kube-probe/,GoogleHC/,ELB-HealthChecker/,Prometheus/"
+    """Comma-separated beginnings of user agents whose requests make no sample."""
     prefix_salt: SecretStr | None = None
     """Key of the prefix hashes, shared by the routers of a pool; random without one."""
     scrape_timeout_ms: PositiveMs = 1_000.0
@@ -76,4 +93,15 @@ class RouterSettings(ServiceSettings):
             raise ValueError("tls_cert_file and tls_key_file are needed together")
         if self.tls_client_ca_file is not None and self.tls_cert_file is None:
             raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        return self
+
+    @field_validator("collectors")
+    @classmethod
+    def _urls(cls, text: str) -> str:
+        parse_collectors(text)
+        return text
+
+    @model_validator(mode="after")
+    def _aliases_work(self) -> Self:
+        ModelAliases(alias_table(self.model_aliases, self.model_aliases_file))
         return self

@@ -33,12 +33,16 @@ CONTINUE_RESPONSE_TRAILERS: Final = ep.ProcessingResponse(response_trailers=ep.T
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """The request line and headers as Envoy saw them. `subset`: the only addresses allowed, None without a hint."""
+    """The request line and headers as Envoy saw them. `subset`: the only addresses allowed, None without a hint.
+
+    `response_shown`: Envoy will show the response's body on this stream.
+    """
 
     method: str
     path: str
     headers: Mapping[str, str] = field(repr=False)
     subset: frozenset[str] | None = None
+    response_shown: bool = False
 
     @property
     def route(self) -> str:
@@ -48,11 +52,17 @@ class RequestHead:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """An answer with endpoints. `metadata`: the encoded decision, None for requests that teach nothing."""
+    """An answer with endpoints. `metadata`: the encoded decision, None for requests that teach nothing.
+
+    `body`: a new body for the endpoint, None keeps the client's bytes. `removed_headers`: of the client's, what doesn't
+    go on to the endpoint.
+    """
 
     destinations: tuple[str, ...]
     decision_id: str
     metadata: str | None
+    body: bytes | None = field(default=None, repr=False)
+    removed_headers: tuple[str, ...] = ()
 
 
 def request_head(message: Any) -> RequestHead:
@@ -60,7 +70,13 @@ def request_head(message: Any) -> RequestHead:
     headers = {
         h.key: h.value or h.raw_value.decode("utf-8", "replace") for h in message.request_headers.headers.headers
     }
-    return RequestHead(headers.get(":method", ""), headers.get(":path", ""), headers, _subset(message))
+    return RequestHead(
+        headers.get(":method", ""),
+        headers.get(":path", ""),
+        headers,
+        _subset(message),
+        response_shown=message.protocol_config.response_body_mode != BodyMode.NONE,
+    )
 
 
 def _subset(message: Any) -> frozenset[str] | None:
@@ -86,16 +102,19 @@ def routed_headers(routed: Routed) -> ep.ProcessingResponse:
 
 
 def routed_body(routed: Routed) -> ep.ProcessingResponse:
-    """The pick as the answer to the buffered request body. The body itself isn't touched: its length stays."""
-    return ep.ProcessingResponse(
-        request_body=ep.BodyResponse(response=_common(routed)), dynamic_metadata=_metadata(routed)
-    )
+    """The pick as the answer to the buffered request body. Its length is touched only with a new body."""
+    common = _common(routed)
+    if routed.body is not None:
+        common.body_mutation.body = routed.body
+        common.header_mutation.set_headers.append(_header("content-length", str(len(routed.body))))
+    return ep.ProcessingResponse(request_body=ep.BodyResponse(response=common), dynamic_metadata=_metadata(routed))
 
 
 def _common(routed: Routed) -> ep.CommonResponse:
     return ep.CommonResponse(
         header_mutation=ep.HeaderMutation(
-            set_headers=[_header(DESTINATION, ",".join(routed.destinations)), _header(DECISION_ID, routed.decision_id)]
+            set_headers=[_header(DESTINATION, ",".join(routed.destinations)), _header(DECISION_ID, routed.decision_id)],
+            remove_headers=routed.removed_headers,
         ),
     )
 

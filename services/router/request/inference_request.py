@@ -21,6 +21,8 @@ class InferenceRequest:
     `prompt`: the bytes by which prefixes are compared, in the order in which the server's template lays them out.
     `input_tokens`: estimated. `max_tokens`: the client's cap on the answer, None where it gave none.
     `text_bytes`: size of `prompt` where it is text alone, from which bytes per token can be learned; else 0.
+    `model`: the one to route for; `alias`: the client's name for it where that is another, else None.
+    `prediction_wanted`: False where the client asked for the heuristic.
     """
 
     model: str
@@ -32,3 +34,5 @@ class InferenceRequest:
     priority: int = 0
     fairness_id: str = ""
     text_bytes: int = 0
+    alias: str | None = None
+    prediction_wanted: bool = True

@@ -33,7 +33,7 @@ from services.router.request.prompt import (
     kind_of,
     responses_prompt,
 )
-from services.router.request.slo import parse_fairness_id, parse_priority, parse_slo
+from services.router.request.slo import parse_fairness_id, parse_prediction_wanted, parse_priority, parse_slo
 from services.router.request.tokens import TokenEstimator
 from shared.samples import TEXT_LIMITS
 
@@ -97,6 +97,10 @@ class ParseConfig:
 _DEFAULTS: Final = ParseConfig()
 
 
+def _no_alias(_: str) -> None:
+    return None
+
+
 def route_of(path: str) -> Route:
     """The request form that a path asks for, by its last segments; the query doesn't matter."""
     bare = path.partition("?")[0]
@@ -107,17 +111,25 @@ def route_of(path: str) -> Route:
 
 
 def parse(
-    path: str, headers: Mapping[str, str], body: bytes, tokens: TokenEstimator, config: ParseConfig = _DEFAULTS
+    path: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    tokens: TokenEstimator,
+    config: ParseConfig = _DEFAULTS,
+    target: Callable[[str], str | None] = _no_alias,
 ) -> InferenceRequest:
     """Read one request; `headers` have lower-case names. Raises RequestRejected.
 
+    `target`: the model behind a client's name for one, None where it is the model's own.
     A path of `Route.OTHER` is refused here: callers that let such requests pass ask `route_of` first.
     """
     route = route_of(path)
     if route is Route.OTHER:
         raise _UnknownPath("this path isn't served here", RejectReason.PATH_UNKNOWN, code="not_found")
-    document = _decode(_plain(headers, body, config.max_body_bytes))
-    model = _model(document)
+    document = _decode(plain_body(headers, body, config.max_body_bytes))
+    name = _model(document)
+    behind = target(name)
+    model = name if behind is None else behind
     prompt = _PROMPTS[route](document)
     max_tokens = _cap(document, _CAPS[route])
     stream = document.get("stream")
@@ -138,6 +150,8 @@ def parse(
         priority=parse_priority(headers, config.objectives) if trusted else 0,
         fairness_id=parse_fairness_id(headers) if trusted else "",
         text_bytes=len(prompt.data) if prompt.text_only else 0,
+        alias=None if behind is None else name,
+        prediction_wanted=parse_prediction_wanted(headers),
     )
 
 
@@ -145,7 +159,8 @@ class _UnknownPath(RequestRejected):
     status = 404
 
 
-def _plain(headers: Mapping[str, str], body: bytes, limit_bytes: int) -> bytes:
+def plain_body(headers: Mapping[str, str], body: bytes, limit_bytes: int) -> bytes:
+    """The body as its content-encoding leaves it; raises RequestRejected."""
     if len(body) > limit_bytes:
         raise BodyTooLarge(limit_bytes)
     encoding = headers.get("content-encoding")

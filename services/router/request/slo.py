@@ -1,7 +1,8 @@
-"""Latency objectives, priority and fairness from headers.
+"""Latency objectives, priority and fairness from headers, and which headers are the router's alone.
 
-SLO headers are the client's to set, in either spelling; the first of a pair wins. Priority, objective and fairness
-steer how others are treated, so they are read only where the deployment trusts its clients' headers. No I/O.
+SLO headers are the client's to set, in either spelling; the first of a pair wins. So is the wish not to be scheduled by
+prediction. Priority, objective and fairness steer how others are treated, so they are read only where the deployment
+trusts its clients' headers. No I/O.
 
 Limits: a value that isn't a plain decimal number of milliseconds above 0 is refused, naming the header: a typo must
 not silently become "no objective".
@@ -13,23 +14,56 @@ from typing import Final
 
 from services.router.request.errors import InvalidRequest, RejectReason
 from services.router.request.inference_request import Slo
+from shared.names import DECISION_ID, PROBE
 
 TTFT_HEADERS: Final = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS: Final = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 FAIRNESS_HEADERS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 PRIORITY_HEADERS: Final = ("x-leadtime-priority",)
+PREDICTION_HEADER: Final = "x-prediction-based-scheduling"
+
+CONTROL_HEADERS: Final = frozenset(
+    {
+        *TTFT_HEADERS, *TPOT_HEADERS, *OBJECTIVE_HEADERS, *FAIRNESS_HEADERS, *PRIORITY_HEADERS, PREDICTION_HEADER,
+    }
+)  # fmt: skip
+"""What a client says to the router and a model server has no use for."""
+CONTROL_PREFIXES: Final = ("leadtime-", "x-leadtime-")
+_NOT_CONTROL: Final = frozenset({PROBE, DECISION_ID})
+"""The access log reads the probe's mark after the router; the decision's id is the router's own word to the server."""
 
 MAX_SLO_MS: Final = 86_400_000.0
 MAX_PRIORITY: Final = 1_000_000
 _MAX_ID_CHARACTERS: Final = 128
 _NUMBER: Final = re.compile(r"[ \t]*\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?[ \t]*", re.ASCII)
+_BOOLEANS: Final = {"true": True, "false": False, "1": True, "0": False}
 _INTEGER: Final = re.compile(r"[ \t]*[+-]?\d{1,9}[ \t]*", re.ASCII)
 
 
 def parse_slo(headers: Mapping[str, str]) -> Slo:
     """Objectives from lower-case header names; raises InvalidRequest naming the header."""
     return Slo(_milliseconds(headers, TTFT_HEADERS), _milliseconds(headers, TPOT_HEADERS))
+
+
+def parse_prediction_wanted(headers: Mapping[str, str]) -> bool:
+    """Whether predictions may decide on this request: yes, unless it says `false`. Raises InvalidRequest."""
+    text = headers.get(PREDICTION_HEADER)
+    if text is None:
+        return True
+    wanted = _BOOLEANS.get(text.strip().lower())
+    if wanted is None:
+        raise _refused(PREDICTION_HEADER, text, "true or false")
+    return wanted
+
+
+def control_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
+    """Names among `headers` that are meant for the router alone, in their order."""
+    return tuple(
+        name
+        for name in headers
+        if name in CONTROL_HEADERS or (name.startswith(CONTROL_PREFIXES) and name not in _NOT_CONTROL)
+    )
 
 
 def parse_priority(headers: Mapping[str, str], objectives: Mapping[str, int]) -> int:

@@ -1,5 +1,7 @@
 """The conductor: one request top to bottom, and what it does when a part of it fails."""
 
+import gzip
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from services.router.director import Director, DirectorOptions
 from services.router.extproc.messages import RequestHead, Routed
 from services.router.metrics import RouterMetrics
 from services.router.predict.types import Prediction
+from services.router.request.aliases import ModelAliases
 from services.router.request.errors import RejectReason, RequestRejected
 from services.router.request.parse import ParseConfig
 from services.router.request.tokens import TokenEstimator
@@ -43,20 +46,34 @@ class FakeLadder:
         return Prediction({"ttft_p50": column, "ttft_p90": column * 2}, "1700000000000-0123abcd", Rung.PREDICTOR)
 
 
-def make(ladder: FakeLadder, addresses: tuple[str, ...] = ADDRESSES) -> Director:
+def make(
+    ladder: FakeLadder,
+    addresses: tuple[str, ...] = ADDRESSES,
+    completions: Callable[[LatencySample], None] | None = None,
+    **options: Any,
+) -> Director:
     state = PoolState(PoolConfig(), salt=b"s" * 16, tokens=TokenEstimator())
     for address in addresses:
         state.add_endpoint(address, hardware_class=2, now_ms=0.0)
         state.set_models(address, frozenset({"m"}))
         state.set_ready(address, ready=True)
     return Director(
-        DirectorOptions(pool="default", listed_endpoints=3, decision_budget_ms=100.0, parsing=ParseConfig()),
+        DirectorOptions(
+            **{
+                "pool": "default",
+                "listed_endpoints": 3,
+                "decision_budget_ms": 100.0,
+                "parsing": ParseConfig(),
+                **options,
+            }
+        ),
         state,
         ladder,
         PROFILES.pipeline("leadtime"),
         RouterMetrics(CollectorRegistry()),
         ManualClock(1.0),
         np.random.default_rng(1),
+        completions,
     )
 
 
@@ -148,7 +165,7 @@ async def test_a_plugin_that_fails_costs_no_request() -> None:
     assert director._state.in_flight == 1
 
 
-@pytest.mark.parametrize("part", ["_rows", "_answer", "dispatch", "prefixes"])
+@pytest.mark.parametrize("part", ["_rows", "_record", "dispatch", "prefixes"])
 async def test_a_fault_of_ours_costs_no_request_and_leaves_nothing_in_the_ledger(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +174,7 @@ async def test_a_fault_of_ours_costs_no_request_and_leaves_nothing_in_the_ledger
 
     director = make(FakeLadder([1.0, 2.0, 3.0]))
     state = director._state
-    where: Any = {"_rows": director, "_answer": director, "dispatch": state}.get(part, state.prefixes)
+    where: Any = {"_rows": director, "_record": director, "dispatch": state}.get(part, state.prefixes)
     monkeypatch.setattr(where, "insert" if part == "prefixes" else part, fail)
     result = await routed(director)
     assert len(result.destinations) == 3
@@ -247,3 +264,147 @@ async def test_an_outcome_is_put_beside_its_prediction() -> None:
     assert director.ttft_error.report()["bias"] == pytest.approx(-0.5)
     shown = director.decisions.newest(1)[0].as_dict()
     assert shown["outcome"]["ttft_ms"] == 20.0
+
+
+ALIASES = ModelAliases({"fast": "m", "both": {"m": 1, "n": 1}, "gone": "other"})
+
+
+async def test_an_alias_is_routed_learned_and_sent_on_as_its_model() -> None:
+    director = make(FakeLadder([1.0, 2.0, 3.0]), aliases=ALIASES)
+    result = await routed(director, content=body(model="fast", note="日本語"))
+    assert result.metadata is not None
+    assert decode_decision(result.metadata).model == "m"
+    assert result.body == body(model="m", note="日本語")
+    assert (await routed(director, content=body())).body is None
+
+
+async def test_an_alias_in_a_compressed_body_is_sent_on_plain() -> None:
+    director = make(FakeLadder([1.0, 2.0, 3.0]), aliases=ALIASES)
+    result = await routed(director, head(content_encoding="gzip"), gzip.compress(body(model="fast")))
+    assert result.body == body(model="m")
+    assert result.removed_headers == ("content-encoding",)
+    untouched = await routed(director, head(content_encoding="gzip"), gzip.compress(body()))
+    assert (untouched.body, untouched.removed_headers) == (None, ())
+
+
+async def test_an_alias_of_a_model_that_nobody_serves_is_a_404() -> None:
+    rejection = await rejected(make(FakeLadder([1.0]), aliases=ALIASES), head(), body(model="gone"))
+    assert rejection.status == 404
+
+
+async def test_an_alias_is_rewritten_though_the_decision_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    director = make(FakeLadder([1.0, 2.0, 3.0]), aliases=ALIASES)
+    monkeypatch.setattr(director, "_rows", lambda *_: 1 / 0)
+    result = await routed(director, content=body(model="fast"))
+    assert (result.metadata, result.body) == (None, body(model="m"))
+
+
+async def test_weights_divide_the_requests_of_an_alias() -> None:
+    director = make(FakeLadder([1.0, 2.0, 3.0]), aliases=ModelAliases({"both": {"m": 3, "n": 1}}))
+    for address in ADDRESSES:
+        director._state.set_models(address, frozenset({"m", "n"}))
+    names = [
+        orjson.loads((await routed(director, content=body(model="both"))).body or b"")["model"] for _ in range(200)
+    ]
+    assert 120 < names.count("m") < 180
+
+
+async def test_a_request_that_does_not_want_predictions_gets_the_heuristic() -> None:
+    ladder = FakeLadder([1.0, 2.0, 3.0])
+    director = make(ladder)
+    result = await routed(director, head(x_prediction_based_scheduling="false"))
+    assert ladder.rows is None
+    assert result.metadata is not None
+    assert decode_decision(result.metadata).rung is Rung.HEURISTIC
+    assert decode_decision(
+        (await routed(director, head(x_prediction_based_scheduling="true"))).metadata or ""
+    ).rung is (Rung.PREDICTOR)
+    rejection = await rejected(director, head(x_prediction_based_scheduling="maybe"), body())
+    assert (rejection.status, rejection.param) == (400, "x-prediction-based-scheduling")
+
+
+CONTROL = {"x_slo_ttft_ms": "200", "x_llm_d_inference_objective": "batch", "x_leadtime_priority": "3", "x_other": "1"}
+NAMES = ("x-slo-ttft-ms", "x-llm-d-inference-objective", "x-leadtime-priority")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_what_was_meant_for_the_router_does_not_go_on(path: str) -> None:
+    director = make(FakeLadder([1.0, 2.0, 3.0]))
+    assert (await routed(director, head(path, **CONTROL))).removed_headers == NAMES
+    forwarding = make(FakeLadder([1.0, 2.0, 3.0]), forward_control_headers=True)
+    assert (await routed(forwarding, head(path, **CONTROL))).removed_headers == ()
+
+
+async def test_objective_and_priority_count_only_where_headers_are_trusted() -> None:
+    objectives = {"batch": -5}
+    for trusted, expected in ((True, -5), (False, 0)):
+        parsing = ParseConfig(trust_request_headers=trusted, objectives=objectives)
+        result = await routed(
+            make(FakeLadder([1.0, 2.0, 3.0]), parsing=parsing), head(x_llm_d_inference_objective="batch")
+        )
+        assert result.metadata is not None
+        assert decode_decision(result.metadata).priority == expected
+
+
+def shown(**headers: str) -> RequestHead:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return RequestHead("POST", CHAT, names, response_shown=True)
+
+
+STREAM = (
+    b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n',
+    b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":7}}\n\n',
+)
+
+
+async def test_a_response_that_is_shown_becomes_a_sample_and_moves_the_ledger() -> None:
+    samples: list[LatencySample] = []
+    director = make(FakeLadder([90.0, 10.0, 50.0]), completions=samples.append)
+    result = await routed(director, shown(), body(stream=True))
+    observer = director.response_observer(result.decision_id)
+    assert observer is not None
+    observer.headers(200, {"content-type": "text/event-stream"}, result.destinations[0], 2.0)
+    assert director._state.endpoints(3.0)[1].decoding_requests == 0
+    for at_ms, chunk in enumerate(STREAM, start=11):
+        observer.body(chunk, float(at_ms))
+    assert director._state.endpoints(13.0)[1].decoding_requests == 1
+    observer.end(31.0)
+    director.finished(result.decision_id, completed=True)
+    (sample,) = samples
+    assert (sample.decision_id, sample.endpoint) == (result.decision_id, ADDRESSES[1])
+    assert (sample.ttft_ms, sample.e2e_ms, sample.output_tokens) == (10.0, 30.0, 7)
+    assert director.response_observer(result.decision_id) is None
+    assert director._state.in_flight == 0
+
+
+async def test_a_request_that_breaks_off_before_its_answer_is_an_abort() -> None:
+    samples: list[LatencySample] = []
+    director = make(FakeLadder([90.0, 10.0, 50.0]), completions=samples.append)
+    result = await routed(director, shown())
+    director._clock.advance(500.0)  # type: ignore[attr-defined]
+    director.finished(result.decision_id, completed=False)
+    assert [(sample.outcome, sample.e2e_ms) for sample in samples] == [(Outcome.CLIENT_ABORT, 500.0)]
+
+
+@pytest.mark.parametrize(
+    ("request_head", "collecting"),
+    [
+        (head(), True),
+        (shown(), False),
+        (shown(x_leadtime_probe="1"), True),
+        (shown(user_agent="kube-probe/1.30"), True),
+    ],
+)
+async def test_nobody_looks_at_what_is_not_shown_not_asked_for_or_a_probe_s(
+    request_head: RequestHead, collecting: bool
+) -> None:
+    samples: list[LatencySample] = []
+    director = make(
+        FakeLadder([90.0, 10.0, 50.0]),
+        completions=samples.append if collecting else None,
+        probe_user_agents=("kube-probe/",),
+    )
+    result = await routed(director, request_head)
+    assert director.response_observer(result.decision_id) is None
+    director.finished(result.decision_id, completed=True)
+    assert samples == []

@@ -1,5 +1,7 @@
 """The router's own settings: what the general ones don't check."""
 
+from pathlib import Path
+
 import pytest
 
 from services.router.settings import RouterSettings
@@ -49,3 +51,34 @@ def test_a_certificate_that_is_not_there_is_a_fault_of_its_variable(monkeypatch,
 def test_endpoints_are_kept_as_written(monkeypatch):
     monkeypatch.setenv("LEADTIME_ROUTER_ENDPOINTS", "http://llm:8000;hardware_class=h100, [::1]:8000")
     assert load(RouterSettings).endpoints == "http://llm:8000;hardware_class=h100, [::1]:8000"
+
+
+def test_tables_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEADTIME_ROUTER_MODEL_ALIASES", '{"chat": {"a": 9, "b": 1}, "best": "b"}')
+    monkeypatch.setenv("LEADTIME_ROUTER_OBJECTIVES", '{"batch": -1}')
+    settings = load(RouterSettings)
+    assert settings.model_aliases == {"chat": {"a": 9, "b": 1}, "best": "b"}
+    assert settings.objectives == {"batch": -1}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("COLLECTORS", "collector:8090"),
+        ("MODEL_ALIASES", "chat=a"),
+        ("MODEL_ALIASES", '{"chat": {"a": -1}}'),
+        ("OBJECTIVES", '{"batch": "low"}'),
+        ("MODEL_ALIASES_FILE", "/nowhere.yaml"),
+    ],
+)
+def test_what_can_not_work_stops_the_start(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"LEADTIME_ROUTER_{name}", value)
+    with pytest.raises(ConfigurationError, match="LEADTIME_ROUTER_"):
+        load(RouterSettings)
+
+
+def test_every_setting_of_the_router_stands_in_its_readme() -> None:
+    readme = (Path(__file__).parents[3] / "services" / "router" / "README.md").read_text()
+    common = set(RouterSettings.__mro__[1].model_fields) - {"nats", "redis"}
+    missing = [name for name in RouterSettings.model_fields if name not in common and f"`{name.upper()}`" not in readme]
+    assert missing == []

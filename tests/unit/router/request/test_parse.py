@@ -292,3 +292,14 @@ def test_any_json_object_gives_a_request_or_a_typed_rejection(body, path):
 @given(st.binary(max_size=200), PATHS)
 def test_any_bytes_give_a_typed_rejection(body, path):
     assert rejection_of(body, path).status == 400
+
+
+def test_an_alias_is_read_as_the_model_behind_it():
+    tokens = TokenEstimator()
+    tokens.observe("base", 1_000_000, 1_000_000)
+    body = orjson.dumps(chat(model="alias"))
+    request = parse(CHAT, {}, body, tokens, ParseConfig(), {"alias": "base"}.get)
+    assert (request.model, request.alias) == ("base", "alias")
+    assert request.input_tokens == pytest.approx(tokens.estimate("base", len(request.prompt)))
+    own = parse(CHAT, {}, orjson.dumps(chat()), tokens, ParseConfig(), {"alias": "base"}.get)
+    assert (own.model, own.alias) == ("m", None)

@@ -3,7 +3,13 @@ import pytest
 from services.router.request.errors import InvalidRequest, RejectReason
 from services.router.request.inference_request import Slo
 from services.router.request.parse import ParseConfig, parse
-from services.router.request.slo import parse_fairness_id, parse_priority, parse_slo
+from services.router.request.slo import (
+    control_headers,
+    parse_fairness_id,
+    parse_prediction_wanted,
+    parse_priority,
+    parse_slo,
+)
 from services.router.request.tokens import TokenEstimator
 
 BODY = b'{"model":"m","prompt":"x"}'
@@ -60,3 +66,30 @@ def test_steering_headers_count_only_where_they_are_trusted():
     trusted = parse("/v1/completions", headers, BODY, TokenEstimator(), ParseConfig(trust_request_headers=True))
     assert (plain.priority, plain.fairness_id, plain.slo.ttft_ms) == (0, "", 100.0)
     assert (trusted.priority, trusted.fairness_id) == (7, "a")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [(None, True), ("true", True), (" FALSE ", False), ("0", False), ("1", True)]
+)
+def test_a_request_may_ask_for_the_heuristic(text, wanted):
+    headers = {} if text is None else {"x-prediction-based-scheduling": text}
+    assert parse_prediction_wanted(headers) is wanted
+    request = parse("/v1/completions", headers, BODY, TokenEstimator())
+    assert request.prediction_wanted is wanted
+
+
+@pytest.mark.parametrize("text", ["", "no", "2", "truefalse"])
+def test_what_is_neither_true_nor_false_is_a_400_that_names_the_header(text):
+    with pytest.raises(InvalidRequest) as caught:
+        parse_prediction_wanted({"x-prediction-based-scheduling": text})
+    assert caught.value.param == "x-prediction-based-scheduling"
+
+
+def test_headers_for_the_router_alone_are_named():
+    mine = [
+        "x-llm-d-slo-ttft-ms", "x-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms", "x-llm-d-inference-objective",
+        "x-gateway-inference-objective", "x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id",
+        "x-leadtime-priority", "x-prediction-based-scheduling", "x-leadtime-anything", "leadtime-pool",
+    ]  # fmt: skip
+    others = [":path", "content-type", "authorization", "x-request-id", "x-leadtime-probe", "x-leadtime-decision-id"]
+    assert control_headers(dict.fromkeys([*others, *mine], "1")) == tuple(mine)
