@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.request.rewrite import replace_model
+from services.router.request.rewrite import replace_model, scan
 
 NEW = "base-v2"
 QUOTED = b'"base-v2"'
@@ -28,7 +28,7 @@ QUOTED = b'"base-v2"'
             b'{"x":{"model":"a"},"y":[{"model":"a"}],"model":"base-v2"}',
         ),
         (b'{"model":"a","x":"model","z":"a"}', b'{"model":"base-v2","x":"model","z":"a"}'),
-        (b'{"model":"a","n":1,"model":"b"}', b'{"model":"base-v2","n":1,"model":"base-v2"}'),
+        (b'{"model":"a","n":1,"model":"b"}', b'{"model":"a","n":1,"model":"base-v2"}'),
         (
             rb'{"mod\u0065l":"a","models":"a","m":"\\","k\"":2}',
             rb'{"mod\u0065l":"base-v2","models":"a","m":"\\","k\"":2}',
@@ -39,6 +39,8 @@ QUOTED = b'"base-v2"'
 )  # fmt: skip
 def test_only_the_value_of_the_top_level_model_changes(body: bytes, expected: bytes) -> None:
     assert replace_model(body, NEW) == expected
+    start, end = scan(body)
+    assert body[:start] + QUOTED + body[end:] == expected
 
 
 def test_the_name_is_written_as_json_wants_it() -> None:
@@ -53,7 +55,12 @@ def test_the_name_is_written_as_json_wants_it() -> None:
 )  # fmt: skip
 def test_what_is_no_object_with_a_model_is_an_error(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"byte|model"):
-        replace_model(body, NEW)
+        scan(body)
+
+
+def test_a_body_without_an_object_is_not_rewritten() -> None:
+    with pytest.raises(ValueError, match=r"byte|model"):
+        replace_model(b"[1]", NEW)
 
 
 json_values = st.recursive(
@@ -75,6 +82,8 @@ def test_any_document_is_the_same_but_for_its_model(document: dict[str, object],
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return  # text that is no Unicode: the parser refuses it before
     result = replace_model(body, name)
+    start, end = scan(body)
+    assert result == body[:start] + written + body[end:]
     assert orjson.loads(result) == orjson.loads(json.dumps(wanted))
     before = json.dumps({**document, "model": "alias"}, **form).encode()
     assert len(result) == len(before) - len(b'"alias"') + len(written)
@@ -85,7 +94,7 @@ def test_time_is_linear_in_the_body() -> None:
         text = 'a \\"b\\" [{' * (size // 10)
         body = json.dumps({"messages": [{"role": "user", "content": text}] * 1, "model": "a"}).encode()
         started = time.process_time()
-        replace_model(body, NEW)
+        scan(body)
         return time.process_time() - started
 
     seconds(10_000)
@@ -95,7 +104,7 @@ def test_time_is_linear_in_the_body() -> None:
 def test_a_million_brackets_do_not_stop_the_loop() -> None:
     body = b'{"model":"a","x":[' + b"[]," * 600_000 + b"[]]}"
     started = time.process_time()
-    replace_model(body, NEW)
+    scan(body)
     assert time.process_time() - started < 2.0
     deep = b'{"x":' + b"[" * 1_000 + b"]" * 1_000 + b',"model":"a"}'
     assert QUOTED in replace_model(deep, NEW)
