@@ -155,10 +155,12 @@ class EventStreamObserver:
     def usage(self) -> Usage | None:
         """Each count's last value, in the tail or up to the first content (Anthropic sends input first, output last).
 
-        None if the server sent none, or sent it in between, more than 16 KiB before the end.
+        None if the server sent none, or sent it in between, more than 16 KiB before the end. An event without the blank
+        line that ends it is none, for Envoy's filters as for browsers.
         """
         found = _NO_COUNTS
-        for line in reversed(self._tail_lines()):
+        whole, _, _ = self._tail_text().rpartition(b"\n\n")
+        for line in reversed(whole.split(b"\n")):
             if b'"usage"' in line and (usage := usage_of(_data(line))) is not None:
                 found = _completed(found, usage)
                 if None not in (found.input_tokens, found.output_tokens, found.cached_tokens):
@@ -171,7 +173,10 @@ class EventStreamObserver:
         return any(_is_last(line) for line in reversed(self._tail_lines()))
 
     def _tail_lines(self) -> list[bytes]:
-        return bytes(self._tail).replace(b"\r", b"\n").split(b"\n")
+        return self._tail_text().split(b"\n")
+
+    def _tail_text(self) -> bytes:
+        return bytes(self._tail).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
 def _completed(usage: Usage, before: Usage | None) -> Usage:

@@ -312,7 +312,9 @@ def _usage_of_documents() -> dict[str, Any]:
             "rules": [
                 {"selectors": [{"key": part} for part in path], "on_present": _usage_target(key)}
                 for key, path in _USAGE_PATHS
-            ]
+            ],
+            # By default a charset behind the type is enough to be passed over.
+            "allow_content_types_regex": {"regex": r"application/(.+\+)?json *(;.*)?"},
         },
     )
 

@@ -14,6 +14,7 @@ Limits: where a response broke off, Envoy doesn't tell us which side did it: it 
 endpoint than the first listed one served, the attempts before it are in our clock, so ttft and e2e are unknown there.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -33,16 +34,16 @@ from shared.samples import (
 )
 
 ATTEMPTS_HEADER: Final = "x-envoy-attempt-count"
+_JSON: Final = re.compile(r"application/(.+\+)?json *(;|$)")
 _SHORTEST_MS: Final = 0.001
 _NO_USAGE: Final = Usage(None, None, None)
 
 
 class Reason(StrEnum):
-    """What became of a routed request; all but `accepted` make no sample. The collector's words, where it has one."""
+    """What became of a routed request; all but `accepted` make no sample. The collector's words."""
 
     ACCEPTED = "accepted"
     PROBE = "probe"
-    UNOBSERVED = "unobserved"
     UNLISTED_ENDPOINT = "unlisted_endpoint"
     BAD_FEATURES = "bad_features"
     NOT_SUCCESS = "not_success"
@@ -124,7 +125,7 @@ class CompletionObserver:
             self._event_stream = kind.startswith("text/event-stream")
         if "text/event-stream" in kind:
             self._stream = EventStreamObserver()
-        elif "json" in kind:
+        elif _JSON.match(kind) is not None:
             self._document = DocumentObserver()
         encoding = headers.get("content-encoding", "").strip().lower()
         if not is_identity(encoding):
@@ -152,23 +153,16 @@ class CompletionObserver:
         """The answer was whole."""
         self._settle(now_ms, ended=True)
 
-    def closed(self, now_ms: float, *, completed: bool) -> None:
-        """The request is over for Envoy. After `end` it says nothing new; without one the answer broke off.
-
-        `completed`: Envoy closed the stream by itself; then a response that was never shown makes no sample.
+    def closed(self, now_ms: float) -> None:
+        """The request is over for Envoy. After `end` it says nothing new; without one the answer broke off, or never
+        began. How the stream was closed doesn't tell: Envoy 1.40 ends it with or without a reset in either case.
         """
-        if self._status is None and completed:
-            self._finish(Completion(Reason.UNOBSERVED))
         self._settle(now_ms, ended=False)
 
     def _settle(self, now_ms: float, *, ended: bool) -> None:
         if not self._settled:
-            self._finish(self._judge(now_ms, ended=ended))
-
-    def _finish(self, completion: Completion) -> None:
-        if not self._settled:
             self._settled = True
-            self._done(completion)
+            self._done(self._judge(now_ms, ended=ended))
 
     def _judge(self, now_ms: float, *, ended: bool) -> Completion:
         listed = self._decision.endpoints

@@ -317,7 +317,7 @@ class Director:
         self._state.finish(decision_id, now_ms, completed=completed)
         observer = self._observers.pop(decision_id, None)
         if observer is not None:
-            observer.closed(now_ms, completed=completed)
+            observer.closed(now_ms)
 
     def rejected(self, reason: RejectReason) -> None:
         self._metrics.rejected(reason)

@@ -46,7 +46,7 @@ class Watch:
         self.now_ms += 10.0
         if end:
             self.observer.end(self.now_ms)
-        self.observer.closed(self.now_ms, completed=end)
+        self.observer.closed(self.now_ms)
         (completion,) = self.completions
         return completion
 
@@ -187,23 +187,17 @@ def test_a_client_that_leaves_after_the_usage_had_a_whole_answer() -> None:
 
 def test_a_request_that_ends_before_its_answer_began_is_an_abort() -> None:
     watch = Watch()
-    watch.observer.closed(1_250.0, completed=False)
+    watch.observer.closed(1_250.0)
     found = sample(watch.completions[0])
     assert (found.outcome, found.status, found.e2e_ms, found.endpoint) == (Outcome.CLIENT_ABORT, 0, 250.0, A)
     assert found.output_tokens is None
-
-
-def test_a_response_that_was_never_shown_makes_no_sample() -> None:
-    watch = Watch()
-    watch.observer.closed(1_250.0, completed=True)
-    assert [completion.reason for completion in watch.completions] == [Reason.UNOBSERVED]
 
 
 def test_the_end_is_told_once() -> None:
     watch = Watch()
     watch.respond(*STREAM)
     watch.observer.end(2_000.0)
-    watch.observer.closed(2_000.0, completed=False)
+    watch.observer.closed(2_000.0)
     assert len(watch.completions) == 1
 
 

@@ -206,7 +206,6 @@ USAGE = line({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 
     [
         (USAGE, b"data: [DONE]\n\n"),
         (USAGE,),
-        (USAGE.rstrip(),),
         (USAGE, CONTENT, b"data: [DONE]\n\n"),
         (USAGE[:20], USAGE[20:] + b"data: [DO", b"NE]\n\n"),
         (line({"usage": {"prompt_tokens": 5, "completion_tokens": 1}}), CONTENT, USAGE),
@@ -217,6 +216,12 @@ USAGE = line({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 
 def test_usage_does_not_depend_on_the_end_of_the_stream_or_on_frames(writes):
     """G01: usage and [DONE] in different chunks, no [DONE] at all, usage before the last content."""
     assert observe(CONTENT, *writes).usage() == Usage(5, 7, None)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 10])
+def test_an_event_that_was_not_ended_is_none(cut):
+    assert observe(CONTENT, USAGE[:-cut]).usage() is None
+    assert observe(CONTENT, USAGE, USAGE.replace(b"7", b"9")[:-cut]).usage() == Usage(5, 7, None)
 
 
 def test_counts_that_anthropic_splits_over_two_events_are_joined():
