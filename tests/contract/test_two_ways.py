@@ -137,11 +137,11 @@ OWN: dict[str, Script] = {
     "created": replace(SHORT, status=201),
     "unavailable": Script([(5.0, b"{}")], status=500, content_type="application/json"),
     "gzip_if_asked": SHORT,
-    "abort_45": replace(SHORT, writes=[(20.0, event(ROLE)), *((at + 400.0, data) for at, data in SHORT.writes[1:])]),
-    "abort_160": SHORT,
+    "abort_before_content": Script([*BEFORE, *((at + 2_000.0, data) for at, data in SHORT.writes[1:])]),
+    "abort_after_content": Script([*BEFORE, *FIRST, *((at + 2_000.0, data) for at, data in SHORT.writes[2:])]),
     "abort_after_usage": Script([*SHORT.writes, (2_000.0, b": late\n\n")]),
-    "abort_in_prefill": replace(SHORT, header_delay_ms=1_000.0),
-    "dies": replace(stream_script(FIRST, BEFORE, tokens=3, usage=False), dies=True),
+    "abort_in_prefill": replace(SHORT, header_delay_ms=2_000.0),
+    "dies": Script([*BEFORE, *FIRST, (700.0, event(chat({"content": "last"})))], dies=True),
     "gzip_anyway": zipped(SHORT),
     "retry": SHORT,
     "too_much_before_content": Script(
@@ -154,7 +154,9 @@ REUSED = [
     "completions", "responses", "anthropic", "usage_split_from_done", "no_content", "json", "error",
 ]  # fmt: skip
 ALL = {**{name: SCRIPTS[name] for name in REUSED}, **OWN}
-ABORTS_S = {"abort_45": 0.045, "abort_160": 0.16, "abort_after_usage": 0.7, "abort_in_prefill": 30.0}
+ABORTS_S = {
+    "abort_before_content": 0.4, "abort_after_content": 0.6, "abort_after_usage": 0.7, "abort_in_prefill": 30.0
+}  # fmt: skip
 DIFFERENT = {"dies", "gzip_anyway", "retry", "abort_in_prefill"}
 """Where the two ways can't agree in everything, each with its own test."""
 SAME = sorted(set(ALL) - DIFFERENT)
@@ -304,9 +306,11 @@ LABELLED = {
     "responses_whole": (True, True, 21), "tool_call": (True, True, 21), "reasoning": (True, True, 21),
     "in_one_go": (True, False, 20_001), "no_content": (False, False, 21), "only_comments": (False, False, None),
     "too_much_before_content": (False, False, 21), "created": (False, False, 21), "json_whole": (False, False, 21),
-    "json_charset": (False, False, 21), "usage_unterminated": (True, False, None), "usage_without_blank_line": (True, False, None),
+    "json_charset": (False, False, 21), "usage_unterminated": (True, False, None),
+    "usage_without_blank_line": (True, False, None),
     "json_large": (False, False, 21), "json_without_usage": (False, False, None), "gzip_if_asked": (True, True, 21),
-    "abort_45": (False, False, None), "abort_160": (True, False, None), "abort_after_usage": (True, True, 21),
+    "abort_before_content": (False, False, None), "abort_after_content": (True, False, None),
+    "abort_after_usage": (True, True, 21),
 }  # fmt: skip
 
 
