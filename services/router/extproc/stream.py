@@ -7,13 +7,30 @@ with a status, and Envoy fails open.
 Request bodies: NONE and BUFFERED. Response bodies: NONE.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 from services.router.extproc import messages
 from services.router.extproc.messages import BodyMode, RequestHead, Routed
 from services.router.request.errors import BodyTooLarge, RequestRejected
+
+
+class ResponseObserver(Protocol):
+    """Looks at one response on its way through (response bodies STREAMED or FULL_DUPLEX_STREAMED), after its echo.
+
+    Called in order: `headers` once, `body` for each chunk that isn't empty, `end` once, when the answer was whole. A
+    response that breaks off has no `end`: the end of its stream tells the director. Must not wait, and must not raise.
+    """
+
+    def headers(self, status: int, headers: Mapping[str, str], served: str | None, now_ms: float) -> None:
+        """`served`: the endpoint that Envoy says it reached (`ip:port`), None where it doesn't say."""
+        ...
+
+    def body(self, chunk: bytes, now_ms: float) -> None: ...
+
+    def end(self, now_ms: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
