@@ -93,7 +93,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
             np.random.default_rng(),
         )
         outcomes = OutcomeSubscriber(settings.pool, settings.nats.connect_options(), director.observe, registry)
-        extproc = ExtProcServer(director, registry, max_body_bytes=settings.max_body_bytes)
+        extproc = ExtProcServer(director, registry, clock, max_body_bytes=settings.max_body_bytes)
         app = admin_app(settings, readiness, registry, director, state, ladder, metrics, clock, pipeline)
         async with (
             serve_http(app, settings.http_host, settings.http_port) as http,
