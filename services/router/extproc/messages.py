@@ -93,7 +93,7 @@ def _metadata_value(message: Any, namespace: str, key: str) -> Any:
     if namespace not in namespaces:  # a look-up would add it
         return None
     fields = namespaces[namespace].fields
-    return fields[key] if key in fields else None
+    return fields.get(key)
 
 
 def _subset(message: Any) -> frozenset[str] | None:
@@ -138,9 +138,7 @@ def routed_body(routed: Routed) -> ep.ProcessingResponse:
     if routed.body is not None:
         common.body_mutation.body = routed.body
         common.header_mutation.set_headers.append(_header("content-length", str(len(routed.body))))
-    return ep.ProcessingResponse(
-        request_body=ep.BodyResponse(response=common), dynamic_metadata=_metadata(routed)
-    )
+    return ep.ProcessingResponse(request_body=ep.BodyResponse(response=common), dynamic_metadata=_metadata(routed))
 
 
 def routed_trailers(routed: Routed) -> ep.ProcessingResponse:

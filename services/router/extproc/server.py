@@ -189,9 +189,7 @@ class ExtProcServer:
                     if effect.body_shown and run.decision_id is not None:
                         run.observer = self._director.response_observer(run.decision_id)
                     if run.observer is not None:
-                        run.observer.headers(
-                            effect.status, effect.headers, effect.served, self._clock.monotonic_ms()
-                        )
+                        run.observer.headers(effect.status, effect.headers, effect.served, self._clock.monotonic_ms())
                 case ResponseChunk() if run.observer is not None:
                     run.observer.body(effect.chunk, self._clock.monotonic_ms())
                 case ResponseEnd() if run.observer is not None:
