@@ -1,12 +1,12 @@
 """The edge alone, for failures at it: real Envoy in either shape, a router process, a collector with a real NATS, and
-model servers and a predictor that play scripts.
+model servers and a predictor that play scripts. The router knows one endpoint that Envoy doesn't, as where one has
+vanished between a decision and its dispatch.
 """
 
 import asyncio
 import contextlib
 import hashlib
 import json
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -31,7 +31,6 @@ JSON_ANSWER = Script(
 )
 QUICK_STREAM = stream_script(((20.0, event({"choices": [{"delta": {"content": "a"}}]})),), (), tokens=4, gap_ms=5.0)
 NOT_FOUND = Script([(0.0, b"{}")], status=404, content_type="application/json")
-UNHEALTHY = Script([(0.0, b"{}")], status=503, content_type="application/json")
 PROBED = frozenset({"/metrics", "/health", "/v1/models"})
 
 
@@ -66,14 +65,15 @@ class Edge:
     router: RouterProcess
     proxy: EnvoyProxy
     servers: list[FakeModelServer]
-    hidden: FakeModelServer
+    unknown: FakeModelServer
+    """The endpoint that Envoy doesn't know."""
     predictor: FakePredictor
     collector: RunningCollector
     nats: NatsServer
     client: httpx.AsyncClient
     answer: Callable[[int, Seen], Script] = field(default=lambda _, __: JSON_ANSWER)
     """What the server of a number plays for a request that isn't a probe."""
-    hidden_ready: bool = False
+    _markers: int = 0
 
     async def ask(self, body: Any = None, *, path: str = CHAT, **options: Any) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body or chat()).encode()
@@ -82,12 +82,14 @@ class Edge:
 
     def seen(self, path: str = CHAT) -> list[Seen]:
         """Requests that reached a server, in no order."""
-        every = [*self.servers, self.hidden]
-        return [request for server in every for request in server.requests if request.path.startswith(path)]
+        return [request for server in self.servers for request in server.requests if request.path.startswith(path)]
+
+    def forget_requests(self) -> None:
+        for server in self.servers:
+            server.requests.clear()
 
     def forget(self) -> None:
-        for server in [*self.servers, self.hidden]:
-            server.requests.clear()
+        self.forget_requests()
         self.answer = lambda _, __: JSON_ANSWER
 
     async def inflight(self) -> int:
@@ -127,18 +129,22 @@ class Edge:
     async def samples(self) -> list[LatencySample]:
         return [sample for _, sample in await stored(self.nats.url)]
 
-    async def sample_after(self, count: int) -> LatencySample:
-        """The sample that follows the first `count`."""
+    async def settled_samples(self) -> list[LatencySample]:
+        """Every sample of the requests so far: a marked request is sent after them, and its sample awaited."""
+        self._markers += 1
+        model = f"marker-{self._markers}"
+        answer, self.answer = self.answer, lambda _, __: JSON_ANSWER
+        try:
+            assert (await self.ask(chat(model=model))).status_code == 200
+        finally:
+            self.answer = answer
 
-        async def there() -> LatencySample | None:
+        async def there() -> list[LatencySample] | None:
             found = await self.samples()
-            return found[count] if len(found) > count else None
+            return found if any(sample.model == model for sample in found) else None
 
-        found: LatencySample = await until(there, "a sample is on the stream", poll_s=0.05)
-        return found
-
-    def signal_router(self, number: signal.Signals) -> None:
-        self.router.send(number)
+        found: list[LatencySample] = await until(there, "the marked request's sample is on the stream", poll_s=0.05)
+        return [sample for sample in found if not sample.model.startswith("marker-")]
 
 
 def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
@@ -162,10 +168,9 @@ async def running_edge(shape: Shape, directory: Path, servers: int = 3) -> Async
 
     def play(number: int) -> Callable[[Seen], Script]:
         def choose(seen: Seen) -> Script:
-            if seen.path in PROBED:
-                hidden_away = number == servers and not (edge is not None and edge.hidden_ready)
-                return UNHEALTHY if hidden_away and seen.path == "/health" else NOT_FOUND
-            return edge.answer(number, seen) if edge is not None else JSON_ANSWER
+            if seen.path in PROBED or edge is None:
+                return NOT_FOUND
+            return edge.answer(number, seen)
 
         return choose
 
@@ -204,7 +209,7 @@ async def running_edge(shape: Shape, directory: Path, servers: int = 3) -> Async
         )
         edge = Edge(shape, router, proxy, fakes[:servers], fakes[servers], predictor, collector, nats, client)
         await edge.picker_known_healthy()
-        await edge.ready_endpoints(servers)
+        await edge.ready_endpoints(servers + 1)
         yield edge
 
 
