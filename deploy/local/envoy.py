@@ -59,6 +59,7 @@ _POOL: Final = "pool"
 _PICKER: Final = "picker"
 _COLLECTOR: Final = "collector"
 _API: Final = "api"
+_HEALTH: Final = "health"
 _EXT_PROC: Final = "envoy.filters.http.ext_proc"
 _LUA: Final = "envoy.filters.http.lua"
 _SSE: Final = "envoy.filters.http.sse_to_metadata"
@@ -128,6 +129,8 @@ class EnvoyConfig:
     """Bearer token of the access-log stream; collectors beyond loopback want one."""
     body_limit_bytes: int = BODY_LIMIT_BYTES
     shape: Shape = "buffered"
+    router_tls: bool = False
+    """Speak TLS to routers without verifying them: for routers with `LEADTIME_ROUTER_TLS` self-signed or files."""
     log_flush_s: float = LOG_FLUSH_S
 
     def __post_init__(self) -> None:
@@ -455,6 +458,7 @@ def _picker_cluster(config: EnvoyConfig) -> dict[str, Any]:
         "name": _PICKER,
         **_membership(_PICKER, members, [router.address for router in config.routers]),
         **_grpc_cluster(_EXT_PROC_SERVICE, watch),
+        **(_unverified_tls() if config.router_tls else {}),
         "load_balancing_policy": _policies(
             _typed("extensions.load_balancing_policies.least_request.v3.LeastRequest", choice_count=2)
         ),
@@ -472,6 +476,22 @@ def _picker_cluster(config: EnvoyConfig) -> dict[str, Any]:
             "max_ejection_time": "5s",
             "max_ejection_percent": 100,
         },
+    }
+
+
+def _unverified_tls() -> dict[str, Any]:
+    """TLS with ALPN h2 to the members, and none to the port that answers health checks."""
+    plain = _named("envoy.transport_sockets.raw_buffer", _typed("extensions.transport_sockets.raw_buffer.v3.RawBuffer"))
+    context = _typed(
+        "extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+        common_tls_context={
+            "alpn_protocols": ["h2"],
+            "validation_context": {"trust_chain_verification": "ACCEPT_UNTRUSTED"},
+        },
+    )
+    return {
+        "transport_socket": _named("envoy.transport_sockets.tls", context),
+        "transport_socket_matches": [{"name": _HEALTH, "match": {_HEALTH: True}, "transport_socket": plain}],
     }
 
 
@@ -515,6 +535,7 @@ def _grpc_cluster(health_service: str, watch: _Watch) -> dict[str, Any]:
                 "unhealthy_threshold": watch.failures,
                 "healthy_threshold": 1,
                 "grpc_health_check": {"service_name": health_service},
+                "transport_socket_match_criteria": {_HEALTH: True},
             }
         ],
         "typed_extension_protocol_options": _protocol(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import datetime as dt
 import random
 import secrets
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from redis.backoff import NoBackoff
 from services.router.admin import admin_app
 from services.router.director import Director, DirectorOptions
 from services.router.extproc.server import ExtProcServer
+from services.router.extproc.tls import TlsFiles, from_files, self_signed
 from services.router.metrics import RouterMetrics
 from services.router.outcomes import OutcomeSubscriber
 from services.router.predict.bundles import BundleWatcher
@@ -149,12 +151,11 @@ def _profiles(settings: RouterSettings) -> Profiles:
 
 
 def _credentials(settings: RouterSettings) -> grpc.ServerCredentials | None:
+    if settings.tls == "self-signed":
+        return self_signed(dt.datetime.now(dt.UTC))
     if settings.tls_cert_file is None or settings.tls_key_file is None:
         return None
-    pair = (settings.tls_key_file.read_bytes(), settings.tls_cert_file.read_bytes())
-    if settings.tls_client_ca_file is None:
-        return grpc.ssl_server_credentials([pair])
-    return grpc.ssl_server_credentials([pair], settings.tls_client_ca_file.read_bytes(), require_client_auth=True)
+    return from_files(TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file))
 
 
 async def _first_endpoint(state: PoolState, stop: asyncio.Event) -> None:

@@ -41,14 +41,15 @@ class RequestHead:
     """The request line and headers as Envoy saw them.
 
     `subset`: the only endpoints allowed, `ip:port` (IPv6 in brackets, short form) or a bare `ip`; None without a hint,
-    empty where the hint names nobody. `body_hidden`: there is a body, but this stream isn't shown it, or need not wait
-    for it.
+    empty where the hint names nobody. `response_shown`: Envoy will show the response's body on this stream.
+    `body_hidden`: there is a body, but this stream isn't shown it, or need not wait for it.
     """
 
     method: str
     path: str
     headers: Mapping[str, str] = field(repr=False)
     subset: frozenset[str] | None = None
+    response_shown: bool = False
     body_hidden: bool = False
 
     @property
@@ -62,13 +63,14 @@ class Routed:
     """An answer with endpoints, best first, each `ip:port` with IPv6 in brackets.
 
     `metadata`: the encoded decision, None for requests that teach nothing. `body`: a new body for the endpoint, None
-    keeps the client's bytes.
+    keeps the client's bytes. `removed_headers`: of the client's, what doesn't go on to the endpoint.
     """
 
     destinations: tuple[str, ...]
     decision_id: str
     metadata: str | None
     body: bytes | None = field(default=None, repr=False)
+    removed_headers: tuple[str, ...] = ()
 
 
 def header_map(message: Any) -> dict[str, str]:
@@ -79,7 +81,14 @@ def header_map(message: Any) -> dict[str, str]:
 def request_head(message: Any, *, body_hidden: bool = False) -> RequestHead:
     """`ProcessingRequest` with request headers → RequestHead."""
     headers = header_map(message.request_headers)
-    return RequestHead(headers.get(":method", ""), headers.get(":path", ""), headers, _subset(message), body_hidden)
+    return RequestHead(
+        headers.get(":method", ""),
+        headers.get(":path", ""),
+        headers,
+        _subset(message),
+        response_shown=message.protocol_config.response_body_mode != BodyMode.NONE,
+        body_hidden=body_hidden,
+    )
 
 
 def served_endpoint(message: Any) -> str | None:
@@ -179,7 +188,8 @@ def _streamed(chunk: bytes, *, end: bool) -> ep.BodyResponse:
 def _common(routed: Routed) -> ep.CommonResponse:
     return ep.CommonResponse(
         header_mutation=ep.HeaderMutation(
-            set_headers=[_header(DESTINATION, ",".join(routed.destinations)), _header(DECISION_ID, routed.decision_id)]
+            set_headers=[_header(DESTINATION, ",".join(routed.destinations)), _header(DECISION_ID, routed.decision_id)],
+            remove_headers=routed.removed_headers,
         ),
     )
 

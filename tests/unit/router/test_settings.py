@@ -49,3 +49,30 @@ def test_a_certificate_that_is_not_there_is_a_fault_of_its_variable(monkeypatch,
 def test_endpoints_are_kept_as_written(monkeypatch):
     monkeypatch.setenv("LEADTIME_ROUTER_ENDPOINTS", "http://llm:8000;hardware_class=h100, [::1]:8000")
     assert load(RouterSettings).endpoints == "http://llm:8000;hardware_class=h100, [::1]:8000"
+
+
+@pytest.mark.parametrize("tls", ["off", "self-signed"])
+def test_tls_without_files_needs_none(monkeypatch, tls):
+    monkeypatch.setenv("LEADTIME_ROUTER_TLS", tls)
+    assert load(RouterSettings).tls == tls
+
+
+def test_tls_from_files_takes_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("LEADTIME_ROUTER_TLS", "files")
+    for part in ("CERT", "KEY", "CLIENT_CA"):
+        (tmp_path / part).write_text("-")
+        monkeypatch.setenv(f"LEADTIME_ROUTER_TLS_{part}_FILE", str(tmp_path / part))
+    assert load(RouterSettings).tls_client_ca_file == tmp_path / "CLIENT_CA"
+
+
+@pytest.mark.parametrize(
+    ("tls", "given"),
+    [("files", ()), ("files", ("CERT",)), ("off", ("CERT", "KEY")), ("self-signed", ("CLIENT_CA",)), ("on", ())],
+)
+def test_tls_settings_that_contradict_each_other_are_refused(monkeypatch, tmp_path, tls, given):
+    monkeypatch.setenv("LEADTIME_ROUTER_TLS", tls)
+    for part in given:
+        (tmp_path / part).write_text("-")
+        monkeypatch.setenv(f"LEADTIME_ROUTER_TLS_{part}_FILE", str(tmp_path / part))
+    with pytest.raises(ConfigurationError, match=r"(?i)tls"):
+        load(RouterSettings)
