@@ -32,6 +32,8 @@ MAX_CHUNK_BYTES: Final = 62_000
 # Answers that say "go on" to one phase each.
 CONTINUE_REQUEST_HEADERS: Final = ep.ProcessingResponse(request_headers=ep.HeadersResponse())
 CONTINUE_RESPONSE_HEADERS: Final = ep.ProcessingResponse(response_headers=ep.HeadersResponse())
+CONTINUE_REQUEST_BODY: Final = ep.ProcessingResponse(request_body=ep.BodyResponse())
+CONTINUE_RESPONSE_BODY: Final = ep.ProcessingResponse(response_body=ep.BodyResponse())
 CONTINUE_REQUEST_TRAILERS: Final = ep.ProcessingResponse(request_trailers=ep.TrailersResponse())
 CONTINUE_RESPONSE_TRAILERS: Final = ep.ProcessingResponse(response_trailers=ep.TrailersResponse())
 
