@@ -18,40 +18,17 @@ from cryptography.x509.oid import NameOID
 from prometheus_client import CollectorRegistry
 
 from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, Shape, render
-from services.router.extproc.messages import RequestHead, Routed
 from services.router.extproc.server import ExtProcServer
-from services.router.extproc.stream import ResponseObserver
 from services.router.extproc.tls import TlsFiles, from_files, self_signed
-from services.router.request.errors import RejectReason
 from shared.clock import SystemClock
 from shared.errors import FieldError
 from sim.extproc_client import ExtProcClient
+from tests.fakes.fake_director import FakeDirector
 from tests.fakes.fake_model_server import Script, fake_model_server
 from tests.servers import envoy, fetch, free_port, until
 
 ADDRESS = "127.0.0.1:1"
 NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
-
-
-@dataclass
-class FakeDirector:
-    """Picks one endpoint, always."""
-
-    address: str = ADDRESS
-    asked: int = 0
-
-    async def decide(self, head: RequestHead, body: bytes | None) -> Routed:
-        self.asked += 1
-        return Routed((self.address,), "id", None)
-
-    def response_observer(self, decision_id: str) -> ResponseObserver | None:
-        return None
-
-    def finished(self, decision_id: str, *, completed: bool) -> None:
-        pass
-
-    def rejected(self, reason: RejectReason) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -104,7 +81,7 @@ async def serving(
 ) -> AsyncIterator[tuple[int, int]]:
     server = ExtProcServer(director or FakeDirector(), CollectorRegistry(), SystemClock(), max_body_bytes=1_000)
     ports = await server.start("127.0.0.1", 0, 0, credentials)
-    await server.set_serving(True)
+    await server.set_ready(True)
     try:
         yield ports
     finally:
