@@ -28,7 +28,7 @@ from sim.extproc_client import (
 from tests.unit.router.edge import Edge, FakeContext, Fault
 
 CASES = int(os.environ.get("LEADTIME_FUZZ_CASES", "2000"))
-BATCH = 10_000
+BATCH = 2_000
 """Cases that share one search: what it remembers of them grows."""
 CAP = 400
 CHAT = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True})
