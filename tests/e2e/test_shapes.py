@@ -287,17 +287,20 @@ async def test_a_client_that_leaves_leaves_the_ledger_and_is_known_as_such(edge:
 async def test_a_router_killed_in_the_middle_of_an_answer(edge: Edge) -> None:
     """Buffered, it isn't in the answer's way. In full duplex the answer goes through it, and is cut."""
     edge.answer = lambda _, __: SLOW_STREAM
-    status, got, broken = await read_until(edge, b"first", edge.router.kill)
-    assert status == 200
-    if edge.shape == "buffered":
-        assert got == SLOW_STREAM.body
-        assert broken is None
-    else:
-        assert broken is not None
-        assert SLOW_STREAM.body.startswith(got)
-    edge.answer = lambda _, __: JSON_ANSWER
-    await edge.router.start()
-    await router_decides(edge)
+    async with new_samples(edge) as found:
+        status, got, broken = await read_until(edge, b"first", edge.router.kill)
+        assert status == 200
+        if edge.shape == "buffered":
+            assert got == SLOW_STREAM.body
+            assert broken is None
+        else:
+            assert broken is not None
+            assert SLOW_STREAM.body.startswith(got)
+        edge.answer = lambda _, __: JSON_ANSWER
+        await edge.router.start()
+        await router_decides(edge)
+    outcomes = [sample.outcome for sample in found if sample.streamed]
+    assert outcomes == [Outcome.OK if edge.shape == "buffered" else Outcome.UPSTREAM_RESET]
 
 
 async def test_a_router_that_refuses(edge: Edge) -> None:
