@@ -4,6 +4,7 @@
 #   make up      the same in front of your own servers   ENDPOINTS="http://host:8000;hardware_class=h100 …"
 #                PORT=8080 PROFILE=leadtime API=http://host:port
 #   make test    every test          make check   format, lint, types, imports, unit tests
+#   make fuzz    200,000 raw ext-proc streams, some minutes   CASES=…
 #   make bench   every benchmark, short, as JSON       make lock    write requirements/*.lock anew
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test check lock bench clean
+.PHONY: help setup demo up test check fuzz lock bench clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,2\}//p' Makefile
@@ -41,6 +42,10 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit
+
+CASES ?= 200000
+fuzz: $(VENV)/.dev
+	LEADTIME_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest -q -n $(WORKERS) tests/unit/router/test_extproc_fuzz.py
 
 # One benchmark after the other: each wants the machine for itself. A file of bench/ that can be run is one.
 bench: $(VENV)/.dev

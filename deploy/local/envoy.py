@@ -1,13 +1,19 @@
 """Renders the one Envoy config: typed addresses in, a bootstrap as plain data out. Pure.
 
 Envoy carries the bytes, a router picks the upstream over ext-proc, and each finished request becomes one access-log
-entry to a collector. Python never sees an answer. What each choice does was measured on Envoy 1.40:
+entry to a collector. What each choice does was measured on Envoy 1.40:
 
-- Request body BUFFERED, response headers SKIP, response body NONE: two messages a request. Response trailers SEND
-  keeps the picker's stream open to the end of the request, so that its close is the end (abort included), and sends
-  no message for an answer without trailers.
-- `failure_mode_allow`: a picker that is down, slow or wrong costs the decision, not the request; the pool falls back to
-  round robin.
+- Shape `buffered`, ours: request body BUFFERED, response headers SKIP, response body NONE: two messages a request, and
+  Python never sees an answer. Response trailers SEND keeps the picker's stream open to the end of the request, so that
+  its close is the end (abort included), and sends no message for an answer without trailers. `failure_mode_allow`: a
+  picker that is down, slow or wrong costs the decision, not the request; the pool falls back to round robin.
+- Shape `full_duplex`, what Istio makes of an InferencePool: headers, bodies and trailers both ways, bodies
+  FULL_DUPLEX_STREAMED. `failure_mode_allow` holds only while the picker is known to be gone, and no timeout holds, so
+  the picker's cluster drops a member at its first failed connection and pings every second: with one router its death
+  costs at most a request, with several none. One ext-proc filter of this shape a route: two in a row truncate bodies
+  (an Envoy defect).
+- Bodies above `body_limit_bytes` are a 413: in `buffered` by Envoy itself, in `full_duplex` by the router, which must
+  be given the same limit. A route that keeps no more than that of a body also can't try again with more.
 - `override_host` reads the pick from metadata only, tries the listed endpoints in order, and writes down the one that
   served. A client's own headers that would steer are removed before any filter sees them.
 - `first_content.lua` and the two usage filters write labels into metadata. accept-encoding is removed: an encoded
@@ -25,7 +31,7 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 from shared import names
@@ -46,11 +52,15 @@ STREAM_IDLE_S: Final = 900.0
 MAX_EVENT_BYTES: Final = 1024 * 1024
 RETRIES: Final = 2
 
+Shape = Literal["buffered", "full_duplex"]
+"""How bodies reach the picker; see the module."""
+
 _TYPE: Final = "type.googleapis.com/envoy."
 _POOL: Final = "pool"
 _PICKER: Final = "picker"
 _COLLECTOR: Final = "collector"
 _API: Final = "api"
+_HEALTH: Final = "health"
 _EXT_PROC: Final = "envoy.filters.http.ext_proc"
 _LUA: Final = "envoy.filters.http.lua"
 _SSE: Final = "envoy.filters.http.sse_to_metadata"
@@ -121,6 +131,9 @@ class EnvoyConfig:
     collector_token: str | None = None
     """Bearer token of the access-log stream; collectors beyond loopback want one."""
     body_limit_bytes: int = BODY_LIMIT_BYTES
+    shape: Shape = "buffered"
+    router_tls: bool = False
+    """Speak TLS to routers without verifying them: for routers with `LEADTIME_ROUTER_TLS` self-signed or files."""
     log_flush_s: float = LOG_FLUSH_S
 
     def __post_init__(self) -> None:
@@ -182,7 +195,7 @@ def _listener(config: EnvoyConfig) -> dict[str, Any]:
         local_reply_config=_local_replies(),
         route_config={"name": "all", "virtual_hosts": [_virtual_host(config)]},
         http_filters=[
-            _named(_EXT_PROC, _ext_proc()),
+            _named(_EXT_PROC, _ext_proc(config.shape)),
             _named(_LUA, _lua()),
             _named(_SSE, _usage_of_streams()),
             _named(_JSON, _usage_of_documents()),
@@ -242,12 +255,7 @@ def _virtual_host(config: EnvoyConfig) -> dict[str, Any]:
                     "retriable_status_codes": [503],
                     "num_retries": RETRIES,
                     # Without it the pick's list wraps round and a dead single pick is tried three times.
-                    "retry_host_predicate": [
-                        _named(
-                            "envoy.retry_host_predicates.previous_hosts",
-                            _typed("extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"),
-                        )
-                    ],
+                    "retry_host_predicate": [_other_host()],
                     "host_selection_retry_max_attempts": 5,
                 },
             },
@@ -256,21 +264,53 @@ def _virtual_host(config: EnvoyConfig) -> dict[str, Any]:
     return {"name": "all", "domains": ["*"], "routes": routes}
 
 
-def _ext_proc() -> dict[str, Any]:
+def _other_host() -> dict[str, Any]:
+    """Try again elsewhere than before."""
+    return _named(
+        "envoy.retry_host_predicates.previous_hosts",
+        _typed("extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"),
+    )
+
+
+_PROCESSING_MODES: Final[dict[Shape, dict[str, str]]] = {
+    "buffered": {
+        "request_header_mode": "SEND",
+        "request_body_mode": "BUFFERED",
+        "request_trailer_mode": "SKIP",
+        "response_header_mode": "SKIP",
+        "response_body_mode": "NONE",
+        "response_trailer_mode": "SEND",
+    },
+    "full_duplex": {
+        "request_header_mode": "SEND",
+        "request_body_mode": "FULL_DUPLEX_STREAMED",
+        "request_trailer_mode": "SEND",
+        "response_header_mode": "SEND",
+        "response_body_mode": "FULL_DUPLEX_STREAMED",
+        "response_trailer_mode": "SEND",
+    },
+}
+
+
+def _ext_proc(shape: Shape) -> dict[str, Any]:
     return _typed(
         "extensions.filters.http.ext_proc.v3.ExternalProcessor",
-        grpc_service={"envoy_grpc": {"cluster_name": _PICKER}},
+        grpc_service={
+            "envoy_grpc": {"cluster_name": _PICKER},
+            # A router that has just died costs no request while another is left (measured: one in full duplex without).
+            "retry_policy": {
+                "retry_on": "connect-failure,refused-stream,reset-before-request",
+                "num_retries": 1,
+                "retry_back_off": {"base_interval": "0.001s", "max_interval": "0.002s"},
+                "retry_host_predicate": [_other_host()],
+                "host_selection_retry_max_attempts": 5,
+            },
+        },
         message_timeout=_s(MESSAGE_TIMEOUT_S),
         max_message_timeout=_s(MAX_MESSAGE_TIMEOUT_S),
         failure_mode_allow=True,
-        processing_mode={
-            "request_header_mode": "SEND",
-            "request_body_mode": "BUFFERED",
-            "request_trailer_mode": "SKIP",
-            "response_header_mode": "SKIP",
-            "response_body_mode": "NONE",
-            "response_trailer_mode": "SEND",
-        },
+        # Static: a mode changed by an answer lets the body's first chunk slip past the picker.
+        processing_mode=_PROCESSING_MODES[shape],
         # A picker needs no credential, so it gets none.
         forward_rules={"disallowed_headers": {"patterns": [{"exact": name} for name in _CREDENTIALS]}},
         metadata_options={
@@ -419,31 +459,57 @@ def _pool_cluster(config: EnvoyConfig) -> dict[str, Any]:
 
 
 def _picker_cluster(config: EnvoyConfig) -> dict[str, Any]:
-    """Routers: each is one process with one core, so Envoy balances over them and drops one that doesn't answer."""
+    """Routers: each is one process with one core, so Envoy balances over them and drops one that doesn't answer.
+
+    In full duplex a request that meets a dead router is lost, and one that meets a frozen router hangs until the
+    connection's ping fails: there one failure, of a request or of a health check, is enough, and pings are frequent.
+    """
+    full_duplex = config.shape == "full_duplex"
     members = [
         {"endpoint": {"address": _socket(router.address), "health_check_config": {"port_value": router.health_port}}}
         for router in config.routers
     ]
+    watch = (
+        _Watch(ping_s=1.0, ping_timeout_s=1.0, failures=1) if full_duplex else _Watch(ping_s=5.0, ping_timeout_s=2.0)
+    )
     return {
         "name": _PICKER,
         **_membership(_PICKER, members, [router.address for router in config.routers]),
-        **_grpc_cluster(_EXT_PROC_SERVICE),
-        # Without a healthy router a request goes on without one at once. Envoy's default is to ask unhealthy ones: a
-        # single router that hangs would hold up each request for the whole message timeout.
-        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+        **_grpc_cluster(_EXT_PROC_SERVICE, watch),
+        **(_unverified_tls() if config.router_tls else {}),
         "load_balancing_policy": _policies(
             _typed("extensions.load_balancing_policies.least_request.v3.LeastRequest", choice_count=2)
         ),
+        # Never back to members known to be gone: the request goes on without a pick instead. And at once: by default
+        # Envoy gathers such changes for a second (measured: seven requests lost in place of one).
+        "common_lb_config": {"healthy_panic_threshold": {"value": 0}, "update_merge_window": "0s"},
         "outlier_detection": {
             "split_external_local_origin_errors": True,
-            "consecutive_local_origin_failure": 3,
+            "consecutive_local_origin_failure": 1 if full_duplex else 3,
             "enforcing_success_rate": 0,
             "enforcing_local_origin_success_rate": 0,
             "interval": "1s",
-            "base_ejection_time": "1s",
+            # Long enough for the health check to take over; its next success ends the ejection.
+            "base_ejection_time": "2s",
             "max_ejection_time": "5s",
             "max_ejection_percent": 100,
         },
+    }
+
+
+def _unverified_tls() -> dict[str, Any]:
+    """TLS with ALPN h2 to the members, and none to the port that answers health checks."""
+    plain = _named("envoy.transport_sockets.raw_buffer", _typed("extensions.transport_sockets.raw_buffer.v3.RawBuffer"))
+    context = _typed(
+        "extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+        common_tls_context={
+            "alpn_protocols": ["h2"],
+            "validation_context": {"trust_chain_verification": "ACCEPT_UNTRUSTED"},
+        },
+    )
+    return {
+        "transport_socket": _named("envoy.transport_sockets.tls", context),
+        "transport_socket_matches": [{"name": _HEALTH, "match": {_HEALTH: True}, "transport_socket": plain}],
     }
 
 
@@ -452,7 +518,7 @@ def _collector_cluster(config: EnvoyConfig) -> dict[str, Any]:
     return {
         "name": _COLLECTOR,
         **_membership(_COLLECTOR, members, config.collectors),
-        **_grpc_cluster(_ACCESS_LOG_SERVICE),
+        **_grpc_cluster(_ACCESS_LOG_SERVICE, _Watch(ping_s=5.0, ping_timeout_s=2.0)),
         "load_balancing_policy": _policies(_typed("extensions.load_balancing_policies.round_robin.v3.RoundRobin")),
     }
 
@@ -465,7 +531,16 @@ def _api_cluster(config: EnvoyConfig) -> dict[str, Any]:
     }
 
 
-def _grpc_cluster(health_service: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """How a gRPC cluster's members are watched: pings on connections, and how many health checks may fail."""
+
+    ping_s: float
+    ping_timeout_s: float
+    failures: int = 2
+
+
+def _grpc_cluster(health_service: str, watch: _Watch) -> dict[str, Any]:
     """HTTP/2 with keep-alive, gRPC health checks of one service name, and no limit that a busy hour would meet."""
     return {
         "connect_timeout": "0.25s",
@@ -475,14 +550,17 @@ def _grpc_cluster(health_service: str) -> dict[str, Any]:
                 "timeout": "1s",
                 "interval": "1s",
                 "no_traffic_interval": "1s",
-                "unhealthy_threshold": 2,
+                "unhealthy_threshold": watch.failures,
                 "healthy_threshold": 1,
                 "grpc_health_check": {"service_name": health_service},
+                "transport_socket_match_criteria": {_HEALTH: True},
             }
         ],
         "typed_extension_protocol_options": _protocol(
             explicit_http_config={
-                "http2_protocol_options": {"connection_keepalive": {"interval": "5s", "timeout": "2s"}}
+                "http2_protocol_options": {
+                    "connection_keepalive": {"interval": _s(watch.ping_s), "timeout": _s(watch.ping_timeout_s)}
+                }
             }
         ),
     }

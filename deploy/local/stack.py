@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from deploy.local.binaries import Binaries, find_binaries
-from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, parse_endpoint, render
+from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, Shape, parse_endpoint, render
 from deploy.local.ports import LOOPBACK, Ports
 from deploy.local.processes import ChildSpec, Probe, Supervisor
 from shared.errors import ConfigurationError
@@ -54,6 +54,8 @@ class StackConfig:
     """Where Envoy takes requests; port 0: a free one."""
     api: Address | None = None
     """An ordinary service under `/api`."""
+    shape: Shape = "buffered"
+    """How Envoy shows bodies to the router."""
     profile: str = "leadtime"
     predictors: int = 1
     pool: str = "default"
@@ -188,7 +190,9 @@ def endpoint_address(endpoint: str) -> Address:
     return parse_endpoint(endpoint.split(";", 1)[0])
 
 
-def envoy_config(addresses: Addresses, endpoints: tuple[str, ...], api: Address | None) -> EnvoyConfig:
+def envoy_config(
+    addresses: Addresses, endpoints: tuple[str, ...], api: Address | None, shape: Shape = "buffered"
+) -> EnvoyConfig:
     """What the one Envoy is told."""
     return EnvoyConfig(
         endpoints=tuple(endpoint_address(endpoint) for endpoint in endpoints),
@@ -197,6 +201,7 @@ def envoy_config(addresses: Addresses, endpoints: tuple[str, ...], api: Address 
         api=(api,) if api else (),
         listen=addresses.gateway,
         admin=Address(LOOPBACK, addresses.envoy_admin),
+        shape=shape,
     )
 
 
@@ -366,7 +371,7 @@ class Stack:
     def _write_files(self) -> None:
         for folder in ("nats", "redis"):
             (self._store_dir / folder).mkdir(parents=True, exist_ok=True)
-        config = envoy_config(self.addresses, self.endpoints, self.config.api)
+        config = envoy_config(self.addresses, self.endpoints, self.config.api, self.config.shape)
         (self.config.run_dir / "envoy.json").write_text(json.dumps(render(config), indent=1))
         if self.simulated:
             (self.config.run_dir / "sim.json").write_text(self.simulated.model_dump_json(indent=1))

@@ -4,10 +4,13 @@ parse → snapshot → features → one prediction for all candidates → filter
 inputs are handed in; it does no I/O of its own but awaits the prediction. Where Envoy shows the response, an observer
 per request makes its sample.
 
-Fails open: whatever goes wrong after parsing, a request gets the least loaded endpoint and the fault is counted. Only a
-request that can't be understood, or a pool without an endpoint, is answered by the router itself.
+Fails open, and in time: whatever goes wrong, or takes longer than twice the decision budget, a request gets the least
+loaded endpoint and the fault is counted. Envoy can't be left to see to that: in full duplex it keeps no deadline and
+doesn't honour `failure_mode_allow`. Only a request that can't be understood, or a pool without an endpoint, is answered
+by the router itself.
 """
 
+import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,6 +23,7 @@ from services.router.completion import Completion, CompletionObserver, Reason
 from services.router.decision_id import uuid7
 from services.router.decisions import DecisionLog, DecisionRecord, PredictionError
 from services.router.extproc.messages import RequestHead, Routed
+from services.router.extproc.stream import ResponseObserver
 from services.router.metrics import RouterMetrics
 from services.router.predict.ladder import Ladder
 from services.router.predict.types import Prediction
@@ -48,6 +52,8 @@ from shared.samples import (
 )
 
 _LOG_AGAIN_MS: Final = 10_000.0
+_DEADLINE_BUDGETS: Final = 2.0
+"""The whole decision's deadline in decision budgets: later than the ladder's own, whose steps come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +103,17 @@ class Director:
         received_ms = self._clock.monotonic_ms()
         received_unix_ms = self._clock.unix_ms()
         try:
-            if route_of(head.path) is Route.OTHER or (body is None and head.method != "POST"):
+            unread = head.body_hidden or (body is None and head.method != "POST")
+            if unread or route_of(head.path) is Route.OTHER:
                 return self._pass_through(head, received_unix_ms)
             try:
                 request = self._parse(head, body or b"")
             except UnsupportedEncoding:  # the model server may know it: routed unread rather than refused
                 return self._pass_through(head, received_unix_ms)
             try:
-                routed = await self._route(request, head, received_ms, received_unix_ms)
+                # The ladder keeps to the budget; this is for what doesn't.
+                async with asyncio.timeout(_DEADLINE_BUDGETS * self._options.decision_budget_ms / 1e3):
+                    routed = await self._route(request, head, received_ms, received_unix_ms)
             except RequestRejected:
                 raise
             except Exception:  # a fault of ours must not cost the request
@@ -307,7 +316,7 @@ class Director:
             removed_headers=self._removed_headers(head),
         )
 
-    def response_observer(self, decision_id: str) -> CompletionObserver | None:
+    def response_observer(self, decision_id: str) -> ResponseObserver | None:
         """Who wants to see this request's response, which passes through the edge chunk by chunk; None: nobody."""
         return self._observers.get(decision_id)
 

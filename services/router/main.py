@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import datetime as dt
 import random
 import secrets
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from services.router.admin import admin_app
 from services.router.alias_file import alias_table
 from services.router.director import Director, DirectorOptions
 from services.router.extproc.server import ExtProcServer
+from services.router.extproc.tls import TlsFiles, from_files, self_signed
 from services.router.metrics import RouterMetrics
 from services.router.outcomes import OutcomeSubscriber
 from services.router.predict.bundles import BundleWatcher
@@ -106,7 +108,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
             sink.offer if sink else None,
         )
         outcomes = OutcomeSubscriber(settings.pool, settings.nats.connect_options(), director.observe, registry)
-        extproc = ExtProcServer(director, registry, max_body_bytes=settings.max_body_bytes)
+        extproc = ExtProcServer(director, registry, clock, max_body_bytes=settings.max_body_bytes)
         app = admin_app(settings, readiness, registry, director, state, ladder, metrics, clock, pipeline)
         async with (
             serve_http(app, settings.http_host, settings.http_port) as http,
@@ -176,12 +178,11 @@ def _profiles(settings: RouterSettings) -> Profiles:
 
 
 def _credentials(settings: RouterSettings) -> grpc.ServerCredentials | None:
+    if settings.tls == "self-signed":
+        return self_signed(dt.datetime.now(dt.UTC))
     if settings.tls_cert_file is None or settings.tls_key_file is None:
         return None
-    pair = (settings.tls_key_file.read_bytes(), settings.tls_cert_file.read_bytes())
-    if settings.tls_client_ca_file is None:
-        return grpc.ssl_server_credentials([pair])
-    return grpc.ssl_server_credentials([pair], settings.tls_client_ca_file.read_bytes(), require_client_auth=True)
+    return from_files(TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file))
 
 
 async def _first_endpoint(state: PoolState, stop: asyncio.Event) -> None:

@@ -24,11 +24,13 @@ class RouterSettings(ServiceSettings):
     extproc_port: Port = 9002
     health_port: Port = 9003
     """gRPC health: "", liveness, readiness and the ext-proc service's name."""
+    tls: Literal["off", "files", "self-signed"] = "off"
+    """TLS on the ext-proc port; `self-signed` makes a key at each start, for gateways that don't verify."""
     tls_cert_file: FilePath | None = None
-    """With `tls_key_file`: TLS on the ext-proc port."""
+    """PEM; with `tls_key_file`, for `tls=files`. Read again when they change."""
     tls_key_file: FilePath | None = None
     tls_client_ca_file: FilePath | None = None
-    """With the two before: only clients with a certificate of this CA may call."""
+    """With `tls=files`: only clients with a certificate of this CA may call."""
     endpoints: str = ""
     """Comma-separated model servers: `http://host:port;hardware_class=h100`; a name stands for all its addresses."""
     predictors: str = "http://127.0.0.1:8080"
@@ -87,12 +89,12 @@ class RouterSettings(ServiceSettings):
         return predictors
 
     @model_validator(mode="after")
-    def _whole_tls(self) -> Self:
-        """Half of it would be no TLS at all, without a word."""
-        if (self.tls_cert_file is None) != (self.tls_key_file is None):
-            raise ValueError("tls_cert_file and tls_key_file are needed together")
-        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
-            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+    def _files_where_files_are_used(self) -> Self:
+        pair = (self.tls_cert_file, self.tls_key_file)
+        if self.tls == "files" and None in pair:
+            raise ValueError("tls_cert_file and tls_key_file are needed: tls is files")
+        if self.tls != "files" and any((*pair, self.tls_client_ca_file)):
+            raise ValueError(f"tls_cert_file, tls_key_file and tls_client_ca_file are for tls=files; tls is {self.tls}")
         return self
 
     @field_validator("collectors")

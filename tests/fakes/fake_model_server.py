@@ -22,6 +22,8 @@ class Script:
     content_type: str = "text/event-stream; charset=utf-8"
     headers: tuple[tuple[str, str], ...] = ()
     header_delay_ms: float = 0.0
+    refuses: bool = False
+    """Reset the connection in place of an answer, after `header_delay_ms`."""
     dies: bool = False
     """Reset the connection after the last write instead of ending the answer."""
 
@@ -48,6 +50,33 @@ class FakeModelServer:
     requests: list[Seen] = field(default_factory=list)
     aborted: int = 0
     address: str = ""
+    _server: asyncio.Server | None = None
+    _connections: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def start(self) -> None:
+        """Listen; again on the same port after a `stop`."""
+        port = int(self.address.rpartition(":")[2] or 0)
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", port)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        self.address = f"{host}:{port}"
+
+    async def stop(self) -> None:
+        """End all connections and refuse new ones."""
+        if self._server is not None:
+            self._server.close()
+        connections = tuple(self._connections)
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            await self.serve(reader, writer)
+        finally:
+            self._connections.discard(task)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -65,6 +94,9 @@ class FakeModelServer:
         loop = asyncio.get_running_loop()
         begin = loop.time()
         await asyncio.sleep(script.header_delay_ms / 1e3)
+        if script.refuses:
+            writer.transport.abort()
+            return False
         lines = [f"HTTP/1.1 {script.status} X", f"content-type: {script.content_type}", "transfer-encoding: chunked"]
         lines += [f"{name}: {value}" for name, value in script.headers]
         writer.write("\r\n".join([*lines, "", ""]).encode())
@@ -106,27 +138,11 @@ async def _read_request(reader: asyncio.StreamReader) -> Seen | None:
 async def fake_model_server(choose: Callable[[Seen], Script]) -> AsyncIterator[FakeModelServer]:
     """A running fake model server on a free loopback port; `address` is its `ip:port`."""
     fake = FakeModelServer(choose)
-    connections: set[asyncio.Task[None]] = set()
-
-    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        connections.add(task)
-        try:
-            await fake.serve(reader, writer)
-        finally:
-            connections.discard(task)
-
-    server = await asyncio.start_server(connection, "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()[:2]
-    fake.address = f"{host}:{port}"
+    await fake.start()
     try:
         yield fake
     finally:
-        server.close()
-        for task in tuple(connections):
-            task.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
+        await fake.stop()
 
 
 def event(document: Any, *, end: str = "\n") -> bytes:

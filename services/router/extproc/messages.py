@@ -1,6 +1,7 @@
 """Envoy's ext-proc messages ↔ plain values. The only module that knows the protobufs' shapes. No I/O."""
 
-from collections.abc import Mapping
+import ipaddress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from services.router.request.errors import RequestRejected
 from shared.names import (
     DECISION_ID,
     DESTINATION,
+    DESTINATION_SERVED,
     DESTINATION_SUBSET,
     LB_NAMESPACE,
     METADATA_KEY,
@@ -24,18 +26,25 @@ from shared.names import (
 
 BodyMode = processing_mode_pb2.ProcessingMode.BodySendMode
 
+MAX_CHUNK_BYTES: Final = 62_000
+"""Of a body that is sent back in full duplex: below the 64 KB that Envoy asks for."""
+
 # Answers that say "go on" to one phase each.
 CONTINUE_REQUEST_HEADERS: Final = ep.ProcessingResponse(request_headers=ep.HeadersResponse())
 CONTINUE_RESPONSE_HEADERS: Final = ep.ProcessingResponse(response_headers=ep.HeadersResponse())
+CONTINUE_REQUEST_BODY: Final = ep.ProcessingResponse(request_body=ep.BodyResponse())
+CONTINUE_RESPONSE_BODY: Final = ep.ProcessingResponse(response_body=ep.BodyResponse())
 CONTINUE_REQUEST_TRAILERS: Final = ep.ProcessingResponse(request_trailers=ep.TrailersResponse())
 CONTINUE_RESPONSE_TRAILERS: Final = ep.ProcessingResponse(response_trailers=ep.TrailersResponse())
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """The request line and headers as Envoy saw them. `subset`: the only addresses allowed, None without a hint.
+    """The request line and headers as Envoy saw them.
 
-    `response_shown`: Envoy will show the response's body on this stream.
+    `subset`: the only endpoints allowed, `ip:port` (IPv6 in brackets, short form) or a bare `ip`; None without a hint,
+    empty where the hint names nobody. `response_shown`: Envoy will show the response's body on this stream.
+    `body_hidden`: there is a body, but this stream isn't shown it, or need not wait for it.
     """
 
     method: str
@@ -43,6 +52,7 @@ class RequestHead:
     headers: Mapping[str, str] = field(repr=False)
     subset: frozenset[str] | None = None
     response_shown: bool = False
+    body_hidden: bool = False
 
     @property
     def route(self) -> str:
@@ -52,10 +62,10 @@ class RequestHead:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """An answer with endpoints. `metadata`: the encoded decision, None for requests that teach nothing.
+    """An answer with endpoints, best first, each `ip:port` with IPv6 in brackets.
 
-    `body`: a new body for the endpoint, None keeps the client's bytes. `removed_headers`: of the client's, what doesn't
-    go on to the endpoint.
+    `metadata`: the encoded decision, None for requests that teach nothing. `body`: a new body for the endpoint, None
+    keeps the client's bytes. `removed_headers`: of the client's, what doesn't go on to the endpoint.
     """
 
     destinations: tuple[str, ...]
@@ -65,37 +75,69 @@ class Routed:
     removed_headers: tuple[str, ...] = ()
 
 
-def request_head(message: Any) -> RequestHead:
-    """`ProcessingRequest` with request headers → RequestHead. Names are lower case in Envoy already."""
-    headers = {
-        h.key: h.value or h.raw_value.decode("utf-8", "replace") for h in message.request_headers.headers.headers
-    }
+def header_map(message: Any) -> dict[str, str]:
+    """Envoy's headers by name, lower case already; of a repeated name the last."""
+    return {h.key: h.value or h.raw_value.decode("utf-8", "replace") for h in message.headers.headers}
+
+
+def request_head(message: Any, *, body_hidden: bool = False) -> RequestHead:
+    """`ProcessingRequest` with request headers → RequestHead."""
+    headers = header_map(message.request_headers)
     return RequestHead(
         headers.get(":method", ""),
         headers.get(":path", ""),
         headers,
         _subset(message),
         response_shown=message.protocol_config.response_body_mode != BodyMode.NONE,
+        body_hidden=body_hidden,
     )
 
 
-def _subset(message: Any) -> frozenset[str] | None:
+def served_endpoint(message: Any) -> str | None:
+    """The endpoint that Envoy says it reached, from a message of the response phase; None where it doesn't say."""
+    value = _metadata_value(message, LB_NAMESPACE, DESTINATION_SERVED)
+    return (value.string_value or None) if value is not None else None
+
+
+def _metadata_value(message: Any, namespace: str, key: str) -> Any:
     namespaces = message.metadata_context.filter_metadata
-    if SUBSET_NAMESPACE not in namespaces:
+    if namespace not in namespaces:  # a look-up would add it
         return None
-    fields = namespaces[SUBSET_NAMESPACE].fields
-    if DESTINATION_SUBSET not in fields:
+    fields = namespaces[namespace].fields
+    return fields.get(key)
+
+
+def _subset(message: Any) -> frozenset[str] | None:
+    value = _metadata_value(message, SUBSET_NAMESPACE, DESTINATION_SUBSET)
+    if value is None:
         return None
-    value = fields[DESTINATION_SUBSET]
     if value.WhichOneof("kind") == "list_value":
-        texts = [item.string_value for item in value.list_value.values]
+        texts = [part for item in value.list_value.values for part in item.string_value.split(",")]
     else:
         texts = value.string_value.split(",")
-    return frozenset(text.strip() for text in texts if text.strip())
+    return frozenset(_endpoint(text.strip()) for text in texts if text.strip())
+
+
+def _endpoint(text: str) -> str:
+    """One spelling for each endpoint of a hint; what is no address stays as it is, and names nobody."""
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        port = rest.removeprefix(":")
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    else:
+        host, port = text, ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return text
+    if not port:
+        return str(address)
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
 
 def routed_headers(routed: Routed) -> ep.ProcessingResponse:
-    """The pick as the answer to the request-headers phase (requests without a body)."""
+    """The pick as the answer to the request-headers phase: no body, one that isn't seen, or full duplex."""
     return ep.ProcessingResponse(
         request_headers=ep.HeadersResponse(response=_common(routed)), dynamic_metadata=_metadata(routed)
     )
@@ -108,6 +150,41 @@ def routed_body(routed: Routed) -> ep.ProcessingResponse:
         common.body_mutation.body = routed.body
         common.header_mutation.set_headers.append(_header("content-length", str(len(routed.body))))
     return ep.ProcessingResponse(request_body=ep.BodyResponse(response=common), dynamic_metadata=_metadata(routed))
+
+
+def routed_trailers(routed: Routed) -> ep.ProcessingResponse:
+    """The pick as the answer to the request trailers, where a request had no byte of a body before them: by metadata
+    alone, since the headers have been answered.
+    """
+    return ep.ProcessingResponse(request_trailers=ep.TrailersResponse(), dynamic_metadata=_metadata(routed))
+
+
+def request_chunks(body: bytes, *, end: bool) -> Iterator[ep.ProcessingResponse]:
+    """A request body as Envoy wants it back in full duplex; `end` marks the last chunk, which may be empty."""
+    for chunk, last in _chunks(body, end=end):
+        yield ep.ProcessingResponse(request_body=_streamed(chunk, end=last))
+
+
+def response_chunks(body: bytes, *, end: bool) -> Iterator[ep.ProcessingResponse]:
+    """A chunk of the response, the same way."""
+    for chunk, last in _chunks(body, end=end):
+        yield ep.ProcessingResponse(response_body=_streamed(chunk, end=last))
+
+
+def _chunks(body: bytes, *, end: bool) -> Iterator[tuple[bytes, bool]]:
+    if len(body) <= MAX_CHUNK_BYTES:
+        yield body, end
+        return
+    for start in range(0, len(body), MAX_CHUNK_BYTES):
+        yield body[start : start + MAX_CHUNK_BYTES], end and start + MAX_CHUNK_BYTES >= len(body)
+
+
+def _streamed(chunk: bytes, *, end: bool) -> ep.BodyResponse:
+    response = ep.BodyResponse()
+    streamed = response.response.body_mutation.streamed_response
+    streamed.body = chunk
+    streamed.end_of_stream = end
+    return response
 
 
 def _common(routed: Routed) -> ep.CommonResponse:

@@ -1,11 +1,13 @@
 """The ext-proc edge: gRPC streams from Envoy, one per request, over grpc.aio.
 
-A stream stays open until the HTTP request is over (`response_trailer_mode: SEND`, response body NONE): its end, normal
-or reset, is how the router learns that a request has left its endpoint, at no cost per token. Hence the `finally`.
+A stream stays open until the HTTP request is over (`response_trailer_mode: SEND`): its end, normal or reset, is how the
+router learns that a request has left its endpoint, at no cost per token where the response body isn't shown. Hence the
+`finally`. What a message means is `stream.py`'s to say; here its effects are carried out, in order.
 """
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import grpc
@@ -15,8 +17,20 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.router.extproc.messages import RequestHead, Routed
-from services.router.extproc.stream import Abort, Answer, Decide, Stream
+from services.router.extproc.stream import (
+    Abort,
+    Decide,
+    Effect,
+    Rejected,
+    ResponseChunk,
+    ResponseEnd,
+    ResponseHead,
+    ResponseObserver,
+    Send,
+    Stream,
+)
 from services.router.request.errors import RejectReason, RequestRejected
+from shared.clock import Clock
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _METHOD: Final = "Process"
@@ -26,18 +40,34 @@ HEALTH_SERVICES: Final = ("", "liveness", "readiness", SERVICE)
 class Director(Protocol):
     """What the edge needs of the conductor."""
 
-    async def decide(self, head: RequestHead, body: bytes | None) -> Routed | RequestRejected: ...
+    async def decide(self, head: RequestHead, body: bytes | None) -> Routed | RequestRejected:
+        """Within its own deadline, whatever fails: in full duplex Envoy has none."""
+        ...
+
+    def response_observer(self, decision_id: str) -> ResponseObserver | None:
+        """Who wants to see this request's response, which passes through here chunk by chunk; None: nobody."""
+        ...
 
     def finished(self, decision_id: str, *, completed: bool) -> None: ...
 
     def rejected(self, reason: RejectReason) -> None: ...
 
 
+@dataclass(slots=True)
+class _Run:
+    """What the edge knows of one stream beside its machine."""
+
+    stream: Stream
+    decision_id: str | None = None
+    observer: ResponseObserver | None = None
+
+
 class ExtProcServer:
     """Serves `ExternalProcessor` and, on its own port, gRPC health."""
 
-    def __init__(self, director: Director, registry: CollectorRegistry, *, max_body_bytes: int) -> None:
+    def __init__(self, director: Director, registry: CollectorRegistry, clock: Clock, *, max_body_bytes: int) -> None:
         self._director = director
+        self._clock = clock
         self._max_body_bytes = max_body_bytes
         self._log = structlog.get_logger()
         self._open = Gauge(
@@ -73,6 +103,9 @@ class ExtProcServer:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
                 ("grpc.http2.max_ping_strikes", 0),
+                # An Envoy that is gone without a word must not keep its requests in the ledger.
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
             ]
         )
         handler = grpc.stream_stream_rpc_method_handler(
@@ -114,34 +147,60 @@ class ExtProcServer:
     async def _process(self, _requests: Any, context: Any) -> None:
         # Explicit reads and writes, not an async generator: a cancelled generator is finalised some time later, and the
         # ledger must be told at once.
-        stream = Stream(self._max_body_bytes)
-        decision_id: str | None = None
-        completed = True
+        run = _Run(Stream(self._max_body_bytes))
+        completed = False
         self._enter()
         try:
             while (message := await context.read()) is not grpc.aio.EOF:
-                step = stream.receive(message)
-                if isinstance(step, Decide):
-                    result = await self._director.decide(step.head, step.body)
-                    if isinstance(result, Routed):
-                        decision_id = result.decision_id
-                    step = stream.decided(result)
-                elif isinstance(step, Answer) and step.message.HasField("immediate_response"):
-                    self._director.rejected(RejectReason.BODY_TOO_LARGE)
-                if isinstance(step, Abort):
-                    await self._abort(context, step.reason)
-                else:
-                    await context.write(step.message)
+                await self._carry_out(run, run.stream.receive(message), context)
+            completed = not run.stream.response_cut
         except (asyncio.CancelledError, grpc.aio.AbortError):
-            completed = False
+            completed = run.stream.response_whole
             raise
-        except Exception:  # whatever it was, the stream must end with a status: then Envoy fails open
+        except Exception:  # whatever it was, the stream must end with a status: where Envoy can, it fails open
             self._log.exception("ext-proc stream failed")
             await self._abort(context, "internal_error")
         finally:
-            if decision_id is not None:
-                self._director.finished(decision_id, completed=completed)
+            if run.decision_id is not None:
+                self._director.finished(run.decision_id, completed=completed)
             self._leave()
+
+    async def _carry_out(self, run: "_Run", effects: list[Effect], context: Any) -> None:
+        if effects and isinstance(effects[-1], ResponseEnd):
+            # Once Envoy has the last chunk back it resets the stream: what comes after that write may never be run.
+            effects = sorted(effects, key=lambda effect: isinstance(effect, Send))
+        for effect in effects:
+            match effect:
+                case Send():
+                    await context.write(effect.message)
+                case Decide():
+                    result = await self._director.decide(effect.head, effect.body)
+                    if isinstance(result, Routed):
+                        run.decision_id = result.decision_id
+                    await self._carry_out(run, run.stream.decided(result), context)
+                case Abort():
+                    await self._abort(context, effect.reason)
+                case Rejected():
+                    self._director.rejected(effect.reason)
+                case ResponseHead() | ResponseChunk() | ResponseEnd():
+                    self._show(run, effect)
+
+    def _show(self, run: "_Run", effect: ResponseHead | ResponseChunk | ResponseEnd) -> None:
+        """Tell the observer, whose fault must not cost a response that is under way."""
+        try:
+            match effect:
+                case ResponseHead():
+                    if effect.body_shown and run.decision_id is not None:
+                        run.observer = self._director.response_observer(run.decision_id)
+                    if run.observer is not None:
+                        run.observer.headers(effect.status, effect.headers, effect.served, self._clock.monotonic_ms())
+                case ResponseChunk() if run.observer is not None:
+                    run.observer.body(effect.chunk, self._clock.monotonic_ms())
+                case ResponseEnd() if run.observer is not None:
+                    run.observer.end(self._clock.monotonic_ms())
+        except Exception:
+            self._log.exception("response observer failed")
+            run.observer = None
 
     async def _abort(self, context: Any, reason: str) -> None:
         self._aborts.labels(reason).inc()

@@ -9,6 +9,7 @@ import pytest
 
 from deploy.local.binaries import find_binaries
 from deploy.local.envoy import (
+    MESSAGE_TIMEOUT_S,
     Address,
     EnvoyConfig,
     RouterAddress,
@@ -16,6 +17,7 @@ from deploy.local.envoy import (
     parse_endpoint,
     render,
 )
+from services.router.settings import RouterSettings
 from shared import names
 from shared.errors import FieldError
 
@@ -45,8 +47,15 @@ def cluster(bootstrap: dict[str, Any], name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"api": ()}, {"endpoints": (Address("model.example", 80),)}, {"collector_token": "secret"}],
-    ids=["addresses", "no api", "names", "token"],
+    [
+        {},
+        {"api": ()},
+        {"endpoints": (Address("model.example", 80),)},
+        {"collector_token": "secret"},
+        {"shape": "full_duplex"},
+        {"router_tls": True},
+    ],
+    ids=["addresses", "no api", "names", "token", "full duplex", "TLS to routers"],
 )
 def test_envoy_accepts_the_config(tmp_path: Path, changes: dict[str, Any]) -> None:
     file = tmp_path / "envoy.json"
@@ -79,6 +88,52 @@ def test_the_picker_sees_no_credential_and_no_response() -> None:
     assert {"authorization", "cookie"} <= hidden
     assert ext_proc["metadata_options"]["receiving_namespaces"]["untyped"] == ["envoy.lb", "leadtime"]
     assert ext_proc["metadata_options"]["forwarding_namespaces"]["untyped"] == ["envoy.lb"]
+
+
+def test_in_full_duplex_everything_is_shown_and_the_mode_is_fixed() -> None:
+    ext_proc = manager(render(config(shape="full_duplex")))["http_filters"][0]["typed_config"]
+    modes = ext_proc["processing_mode"]
+    assert {modes["request_body_mode"], modes["response_body_mode"]} == {"FULL_DUPLEX_STREAMED"}
+    shown = {name: mode for name, mode in modes.items() if "body" not in name}
+    assert shown == dict.fromkeys(shown, "SEND")
+    assert "request_trailer_mode" in shown
+    assert "response_trailer_mode" in shown
+    assert "allow_mode_override" not in ext_proc
+
+
+@pytest.mark.parametrize("shape", ["buffered", "full_duplex"])
+def test_one_filter_of_its_kind_sits_on_a_route(shape: str) -> None:
+    """Two in full duplex truncate bodies, an Envoy defect."""
+    filters = manager(render(config(shape=shape)))["http_filters"]
+    kinds = [found["typed_config"]["@type"] for found in filters]
+    assert sum(kind.endswith("ExternalProcessor") for kind in kinds) == 1
+
+
+@pytest.mark.parametrize("shape", ["buffered", "full_duplex"])
+def test_a_router_that_is_gone_is_left_out_at_once(shape: str) -> None:
+    picker = cluster(render(config(shape=shape)), "picker")
+    assert picker["common_lb_config"] == {"healthy_panic_threshold": {"value": 0}, "update_merge_window": "0s"}
+    assert picker["outlier_detection"]["max_ejection_percent"] == 100
+    failures = picker["outlier_detection"]["consecutive_local_origin_failure"]
+    assert failures == (1 if shape == "full_duplex" else 3)
+    (protocol,) = picker["typed_extension_protocol_options"].values()
+    alive = protocol["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"]
+    assert alive["interval"] == ("1s" if shape == "full_duplex" else "5s")
+
+
+def test_retries_go_to_the_next_listed_endpoint_and_leave_the_message_timeout_above_the_budget() -> None:
+    route = manager(render(config()))["route_config"]["virtual_hosts"][0]["routes"][1]["route"]
+    policy = route["retry_policy"]
+    assert set(policy["retry_on"].split(",")) >= {"connect-failure", "reset-before-request"}
+    assert policy["retry_host_predicate"][0]["name"] == "envoy.retry_host_predicates.previous_hosts"
+    assert policy["num_retries"] == 2
+    budget_ms = RouterSettings.model_fields["decision_budget_ms"].default
+    assert 2 * budget_ms <= MESSAGE_TIMEOUT_S * 1e3 / 2
+
+
+def test_the_router_s_body_cap_is_envoy_s() -> None:
+    listener = render(config())["static_resources"]["listeners"][0]
+    assert listener["per_connection_buffer_limit_bytes"] == RouterSettings.model_fields["max_body_bytes"].default
 
 
 def test_the_script_writes_under_the_names_of_the_contract() -> None:

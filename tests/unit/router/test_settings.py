@@ -82,3 +82,30 @@ def test_every_setting_of_the_router_stands_in_its_readme() -> None:
     common = set(RouterSettings.__mro__[1].model_fields) - {"nats", "redis"}
     missing = [name for name in RouterSettings.model_fields if name not in common and f"`{name.upper()}`" not in readme]
     assert missing == []
+
+
+@pytest.mark.parametrize("tls", ["off", "self-signed"])
+def test_tls_without_files_needs_none(monkeypatch, tls):
+    monkeypatch.setenv("LEADTIME_ROUTER_TLS", tls)
+    assert load(RouterSettings).tls == tls
+
+
+def test_tls_from_files_takes_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("LEADTIME_ROUTER_TLS", "files")
+    for part in ("CERT", "KEY", "CLIENT_CA"):
+        (tmp_path / part).write_text("-")
+        monkeypatch.setenv(f"LEADTIME_ROUTER_TLS_{part}_FILE", str(tmp_path / part))
+    assert load(RouterSettings).tls_client_ca_file == tmp_path / "CLIENT_CA"
+
+
+@pytest.mark.parametrize(
+    ("tls", "given"),
+    [("files", ()), ("files", ("CERT",)), ("off", ("CERT", "KEY")), ("self-signed", ("CLIENT_CA",)), ("on", ())],
+)
+def test_tls_settings_that_contradict_each_other_are_refused(monkeypatch, tmp_path, tls, given):
+    monkeypatch.setenv("LEADTIME_ROUTER_TLS", tls)
+    for part in given:
+        (tmp_path / part).write_text("-")
+        monkeypatch.setenv(f"LEADTIME_ROUTER_TLS_{part}_FILE", str(tmp_path / part))
+    with pytest.raises(ConfigurationError, match=r"(?i)tls"):
+        load(RouterSettings)

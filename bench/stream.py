@@ -1,0 +1,114 @@
+"""What a request costs the router in each shape of ext-proc: CPU of one decision by body size, and of a KB of body.
+
+A real router process with a predictor and a bundle is driven straight with ext-proc streams, as Envoy sends them:
+`buffered` (the body as one message) and `full_duplex` (the body in chunks of 64 KB, and back). Its own CPU time is
+read from the kernel, less what it uses when idle.
+
+    python -m bench.stream [--quick] [--json FILE]
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final, get_args
+
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+
+import httpx
+import psutil
+import uvloop
+
+from bench.router import PATH, body, pool, publish_bundle, until_predicted, used_s
+from deploy.local.stack import Stack, StackConfig
+from sim.extproc_client import ExtProcClient, Shape
+
+SIZES_KB: Final = (1, 8, 64)
+LARGE_KB: Final = 5_120
+_CANDIDATES: Final = 4
+_IN_FLIGHT: Final = 8
+
+
+async def drive(address: str, shape: Shape, size_kb: int, seconds: float) -> int:
+    """Whole request phases for some seconds, several at a time; returns their number."""
+    counter = itertools.count()
+    until = time.monotonic() + seconds
+    bodies = [body(size_kb * 1_024, number) for number in range(1 if size_kb > 1_000 else 64)]
+    done = 0
+
+    async with ExtProcClient(address, shape=shape) as client:
+
+        async def sender() -> None:
+            nonlocal done
+            while time.monotonic() < until:
+                answer = await client.pick(PATH, bodies[next(counter) % len(bodies)])
+                if not answer.destinations:
+                    raise RuntimeError(f"the router answered {answer.status}")
+                done += 1
+
+        await asyncio.gather(*(sender() for _ in range(2 if size_kb > 1_000 else _IN_FLIGHT)))
+    return done
+
+
+async def decision_us(seconds: float) -> dict[tuple[Shape, int], float]:
+    """CPU µs of the router per decision, by shape and body size in KB."""
+    with tempfile.TemporaryDirectory(prefix="leadtime-bench-") as directory:
+        config = StackConfig(
+            run_dir=Path(directory),
+            simulated=pool(_CANDIDATES),
+            environment={**os.environ, "LEADTIME_TRAINER_MIN_SAMPLES": "100000", "LEADTIME_LOG_LEVEL": "warning"},
+        )
+        async with Stack(config, rng=random.Random()) as stack, httpx.AsyncClient(timeout=30) as http:
+            await publish_bundle(stack.addresses.redis_url)
+            address = f"127.0.0.1:{stack.addresses.router_extproc}"
+            await until_predicted(stack, http, address)
+            router = psutil.Process(stack.supervisor["router"].pid or 0)
+            started = used_s(router)
+            await asyncio.sleep(seconds)
+            idle_share = (used_s(router) - started) / seconds
+            spent: dict[tuple[Shape, int], float] = {}
+            count: dict[tuple[Shape, int], int] = {}
+            for _ in range(3):  # turn about, so that a busy moment hits both shapes
+                for size in (*SIZES_KB, LARGE_KB):
+                    for shape in get_args(Shape):
+                        await drive(address, shape, size, 0.1)
+                        before, wall = used_s(router), time.monotonic()
+                        done = await drive(address, shape, size, seconds / 3)
+                        used = used_s(router) - before - idle_share * (time.monotonic() - wall)
+                        key = (shape, size)
+                        spent[key] = spent.get(key, 0.0) + used
+                        count[key] = count.get(key, 0) + done
+    return {key: spent[key] / count[key] * 1e6 for key in spent}
+
+
+async def measure(*, quick: bool) -> dict[str, Any]:
+    """The benchmark's one JSON object. `body_us_per_kb`: what a KB more costs, between 64 KB and 5 MB."""
+    cost = await decision_us(2.0 if quick else 6.0)
+    shapes = get_args(Shape)
+    per_kb = {shape: (cost[shape, LARGE_KB] - cost[shape, 64]) / (LARGE_KB - 64) for shape in shapes}
+    return {
+        "benchmark": "stream",
+        "decision_us": {shape: {str(size): round(cost[shape, size], 1) for size in SIZES_KB} for shape in shapes},
+        "body_us_per_kb": {shape: round(value, 2) for shape, value in per_kb.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="end within 50 s")
+    parser.add_argument("--json", metavar="FILE", help="write the same object there")
+    arguments = parser.parse_args()
+    text = json.dumps(uvloop.run(measure(quick=arguments.quick)), indent=2)
+    sys.stdout.write(text + "\n")
+    if arguments.json:
+        Path(arguments.json).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
