@@ -71,7 +71,7 @@ async def edge(request: pytest.FixtureRequest) -> AsyncIterator[Edge]:
         )  # fmt: skip
         router = ExtProcServer(director, registry, max_body_bytes=8 << 20)
         ports = await router.start("127.0.0.1", 0, 0)
-        await router.set_serving(True)
+        await router.set_ready(True)
         config = EnvoyConfig(
             endpoints=(Address("127.0.0.1", int(endpoint.address.rpartition(":")[2])),),
             routers=(RouterAddress(Address("127.0.0.1", ports[0]), ports[1]),),
