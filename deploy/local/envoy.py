@@ -10,8 +10,9 @@ entry to a collector. What each choice does was measured on Envoy 1.40:
 - Shape `full_duplex`, what Istio makes of an InferencePool: headers, bodies and trailers both ways, bodies
   FULL_DUPLEX_STREAMED. `failure_mode_allow` holds only while the picker is known to be gone, and no timeout holds, so
   the picker's cluster drops a member at its first failed connection and pings every second: with one router its death
-  costs at most a request, with several none. One ext-proc filter of this shape a route: two in a row truncate bodies
-  (an Envoy defect).
+  costs at most a request, with several none. Two Envoy defects bound it: two ext-proc filters of this shape on a route
+  truncate bodies; and with retries on the route, request trailers make Envoy 1.40 send the body on twice (its router's
+  copy for retries is played again), so clients speak HTTP/1.1, where trailers are dropped.
 - Bodies above `body_limit_bytes` are a 413: in `buffered` by Envoy itself, in `full_duplex` by the router, which must
   be given the same limit. A route that keeps no more than that of a body also can't try again with more.
 - `override_host` reads the pick from metadata only, tries the listed endpoints in order, and writes down the one that
@@ -185,6 +186,8 @@ def _listener(config: EnvoyConfig) -> dict[str, Any]:
     manager = _typed(
         "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         stat_prefix="ingress",
+        # HTTP/1.1 drops request trailers, which with full duplex and retries would send the body on twice.
+        codec_type="HTTP1" if config.shape == "full_duplex" else "AUTO",
         stream_idle_timeout=_s(STREAM_IDLE_S),
         request_headers_timeout=_s(30),
         server_header_transformation="PASS_THROUGH",
