@@ -133,9 +133,16 @@ class ExtProcClient:
     """A channel to a router's ext-proc port; its streams have one `shape`."""
 
     def __init__(
-        self, address: str, *, shape: Shape = "buffered", credentials: grpc.ChannelCredentials | None = None
+        self,
+        address: str,
+        *,
+        shape: Shape = "buffered",
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
     ) -> None:
+        """`metadata` goes with every call: a bearer token, say."""
         self._shape: Shape = shape
+        self._metadata = tuple(metadata)
         options = [
             ("grpc.max_send_message_length", -1),
             ("grpc.max_receive_message_length", -1),
@@ -160,7 +167,7 @@ class ExtProcClient:
 
     def stream(self) -> "RequestStream":
         """Open the stream of one request."""
-        return RequestStream(self._process(), self._shape)
+        return RequestStream(self._process(metadata=self._metadata), self._shape)
 
     async def pick(
         self, path: str, body: bytes | None, headers: Mapping[str, str] | None = None, subset: str | None = None

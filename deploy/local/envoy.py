@@ -131,6 +131,8 @@ class EnvoyConfig:
     """Envoy's admin interface; on loopback only, since it can stop Envoy."""
     collector_token: str | None = None
     """Bearer token of the access-log stream; collectors beyond loopback want one."""
+    router_token: str | None = None
+    """Bearer token of the ext-proc calls; routers beyond loopback want one."""
     body_limit_bytes: int = BODY_LIMIT_BYTES
     shape: Shape = "buffered"
     router_tls: bool = False
@@ -198,7 +200,7 @@ def _listener(config: EnvoyConfig) -> dict[str, Any]:
         local_reply_config=_local_replies(),
         route_config={"name": "all", "virtual_hosts": [_virtual_host(config)]},
         http_filters=[
-            _named(_EXT_PROC, _ext_proc(config.shape)),
+            _named(_EXT_PROC, _ext_proc(config)),
             _named(_LUA, _lua()),
             _named(_SSE, _usage_of_streams()),
             _named(_JSON, _usage_of_documents()),
@@ -249,6 +251,10 @@ def _virtual_host(config: EnvoyConfig) -> dict[str, Any]:
             "name": _POOL,
             "match": {"prefix": "/"},
             "request_headers_to_remove": ["accept-encoding"],
+            # By it a client finds its request in /v1/decisions, and an operator sees answers that no router decided.
+            "response_headers_to_add": [
+                {"header": {"key": names.DECISION_ID, "value": f"%REQ({names.DECISION_ID})%"}},
+            ],
             "route": {
                 "cluster": _POOL,
                 "timeout": "0s",
@@ -295,11 +301,12 @@ _PROCESSING_MODES: Final[dict[Shape, dict[str, str]]] = {
 }
 
 
-def _ext_proc(shape: Shape) -> dict[str, Any]:
+def _ext_proc(config: EnvoyConfig) -> dict[str, Any]:
     return _typed(
         "extensions.filters.http.ext_proc.v3.ExternalProcessor",
         grpc_service={
             "envoy_grpc": {"cluster_name": _PICKER},
+            **_bearer(config.router_token),
             # A router that has just died costs no request while another is left (measured: one in full duplex without).
             "retry_policy": {
                 "retry_on": "connect-failure,refused-stream,reset-before-request",
@@ -313,7 +320,7 @@ def _ext_proc(shape: Shape) -> dict[str, Any]:
         max_message_timeout=_s(MAX_MESSAGE_TIMEOUT_S),
         failure_mode_allow=True,
         # Static: a mode changed by an answer lets the body's first chunk slip past the picker.
-        processing_mode=_PROCESSING_MODES[shape],
+        processing_mode=_PROCESSING_MODES[config.shape],
         # A picker needs no credential, so it gets none.
         forward_rules={"disallowed_headers": {"patterns": [{"exact": name} for name in _CREDENTIALS]}},
         metadata_options={
@@ -321,6 +328,11 @@ def _ext_proc(shape: Shape) -> dict[str, Any]:
             "forwarding_namespaces": {"untyped": [names.LB_NAMESPACE]},
         },
     )
+
+
+def _bearer(token: str | None) -> dict[str, Any]:
+    """What a gRPC service is sent beside its messages."""
+    return {} if token is None else {"initial_metadata": [{"key": "authorization", "value": f"Bearer {token}"}]}
 
 
 def _lua() -> dict[str, Any]:
@@ -368,9 +380,7 @@ def _usage_target(key: str) -> dict[str, Any]:
 
 def _access_log(config: EnvoyConfig) -> dict[str, Any]:
     """One entry per finished request to a collector; `/api` has none."""
-    service: dict[str, Any] = {"envoy_grpc": {"cluster_name": _COLLECTOR}}
-    if config.collector_token is not None:
-        service["initial_metadata"] = [{"key": "authorization", "value": f"Bearer {config.collector_token}"}]
+    service = {"envoy_grpc": {"cluster_name": _COLLECTOR}, **_bearer(config.collector_token)}
     logger = _named(
         "envoy.access_loggers.http_grpc",
         _typed(

@@ -24,6 +24,7 @@ from services.collector.envoy_log import plain_entry
 from services.collector.metrics import CollectorMetrics
 from services.collector.settings import CollectorSettings
 from shared.clock import Clock
+from shared.errors import ConfigurationError
 
 HEALTH_SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
 MAX_MESSAGE_BYTES: Final = 16 << 20
@@ -107,7 +108,11 @@ async def serve_access_logs(intake: AccessLogIntake, settings: CollectorSettings
     for service in ("", HEALTH_SERVICE):
         await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
     host = f"[{settings.als_host}]" if ":" in settings.als_host.strip("[]") else settings.als_host
-    port = server.add_insecure_port(f"{host}:{settings.als_port}")
+    try:
+        port = server.add_insecure_port(f"{host}:{settings.als_port}")
+    except RuntimeError:  # grpc says no more than that it failed
+        address = f"{host}:{settings.als_port}"
+        raise ConfigurationError(f"ALS_PORT: can't listen on {address}: taken, or no address of this machine") from None
     if port == 0:
         raise OSError(f"can't listen on {host}:{settings.als_port}")
     await server.start()

@@ -108,7 +108,14 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
             sink.offer if sink else None,
         )
         outcomes = OutcomeSubscriber(settings.pool, settings.nats.connect_options(), director.observe, registry)
-        extproc = ExtProcServer(director, registry, clock, max_body_bytes=settings.max_body_bytes)
+        token = settings.extproc_token
+        extproc = ExtProcServer(
+            director,
+            registry,
+            clock,
+            max_body_bytes=settings.max_body_bytes,
+            token=token.get_secret_value() if token else None,
+        )
         app = admin_app(settings, readiness, registry, director, state, ladder, metrics, clock, pipeline)
         async with (
             serve_http(app, settings.http_host, settings.http_port) as http,

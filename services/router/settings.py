@@ -11,7 +11,7 @@ from services.router.predict.client import parse_urls
 from services.router.request.aliases import ModelAliases
 from services.router.sample_sink import parse_collectors
 from services.router.state.discovery import parse_endpoints
-from shared.settings import NatsSettings, Port, PositiveMs, RedisSettings, ServiceSettings
+from shared.settings import NatsSettings, Port, PositiveMs, RedisSettings, ServiceSettings, is_loopback
 
 
 class RouterSettings(ServiceSettings):
@@ -22,6 +22,10 @@ class RouterSettings(ServiceSettings):
     extproc_host: str = "127.0.0.1"
     """Address of the ext-proc and health listeners."""
     extproc_port: Port = 9002
+    extproc_token: SecretStr | None = None
+    """Bearer token of Envoy's calls; beyond loopback it is needed, or certificates of clients, or `extproc_open`."""
+    extproc_open: bool = False
+    """Whether anyone who reaches the ext-proc port may call: only where a mesh or a network policy guards it."""
     health_port: Port = 9003
     """gRPC health: "", liveness, readiness and the ext-proc service's name."""
     tls: Literal["off", "files", "self-signed"] = "off"
@@ -95,6 +99,13 @@ class RouterSettings(ServiceSettings):
             raise ValueError("tls_cert_file and tls_key_file are needed: tls is files")
         if self.tls != "files" and any((*pair, self.tls_client_ca_file)):
             raise ValueError(f"tls_cert_file, tls_key_file and tls_client_ca_file are for tls=files; tls is {self.tls}")
+        return self
+
+    @model_validator(mode="after")
+    def _guarded_beyond_loopback(self) -> Self:
+        guarded = self.extproc_token is not None or self.tls_client_ca_file is not None or self.extproc_open
+        if not is_loopback(self.extproc_host) and not guarded:
+            raise ValueError("extproc_token, tls_client_ca_file or extproc_open is needed: extproc_host isn't loopback")
         return self
 
     @field_validator("collectors")

@@ -162,8 +162,10 @@ def sha(data: bytes) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running_edge(shape: Shape, directory: Path, servers: int = 3) -> AsyncIterator[Edge]:
-    """Everything, started and awaited."""
+async def running_edge(
+    shape: Shape, directory: Path, servers: int = 3, *, by_response_stream: bool = False
+) -> AsyncIterator[Edge]:
+    """Everything, started and awaited. `by_response_stream`: completions come from the router, none from Envoy."""
     edge: Edge | None = None
 
     def play(number: int) -> Callable[[Seen], Script]:
@@ -190,6 +192,7 @@ async def running_edge(shape: Shape, directory: Path, servers: int = 3) -> Async
                 "LEADTIME_ROUTER_MAX_BODY_BYTES": str(CAP_BYTES),
                 "LEADTIME_NATS_SERVERS": nats.url,
                 "LEADTIME_REDIS_URL": f"redis://127.0.0.1:{free_port()}/0",
+                "LEADTIME_ROUTER_COLLECTORS": collector.url if by_response_stream else "",
                 "ORT_DISABLE_TELEMETRY": "1",
             },
         )
@@ -198,7 +201,7 @@ async def running_edge(shape: Shape, directory: Path, servers: int = 3) -> Async
         config = EnvoyConfig(
             endpoints=tuple(Address("127.0.0.1", int(fake.address.rpartition(":")[2])) for fake in fakes[:servers]),
             routers=(RouterAddress(Address("127.0.0.1", router.extproc_port), router.health_port),),
-            collectors=(Address("127.0.0.1", collector.settings.als_port),),
+            collectors=(Address("127.0.0.1", free_port() if by_response_stream else collector.settings.als_port),),
             body_limit_bytes=CAP_BYTES,
             shape=shape,
             log_flush_s=0.05,

@@ -35,6 +35,7 @@ async def test_the_request_reaches_the_endpoint_that_the_decision_names(live: Ru
         assert response.status_code == 200
         decision = await live.newest_decision()
         assert response.headers["x-sim-server"] == name_of(live, decision["listed"][0])
+        assert response.headers["x-leadtime-decision-id"] == decision["decision_id"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,6 +7,7 @@ router learns that a request has left its endpoint, at no cost per token where t
 
 import asyncio
 import contextlib
+import hmac
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -31,6 +32,7 @@ from services.router.extproc.stream import (
 )
 from services.router.request.errors import RejectReason, RequestRejected
 from shared.clock import Clock
+from shared.errors import ConfigurationError
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _METHOD: Final = "Process"
@@ -65,8 +67,18 @@ class _Run:
 class ExtProcServer:
     """Serves `ExternalProcessor` and, on its own port, gRPC health."""
 
-    def __init__(self, director: Director, registry: CollectorRegistry, clock: Clock, *, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        director: Director,
+        registry: CollectorRegistry,
+        clock: Clock,
+        *,
+        max_body_bytes: int,
+        token: str | None = None,
+    ) -> None:
+        """`token`: the bearer token that callers must bring; None asks for none."""
         self._director = director
+        self._authorization = None if token is None else f"Bearer {token}".encode()
         self._clock = clock
         self._max_body_bytes = max_body_bytes
         self._log = structlog.get_logger()
@@ -94,7 +106,10 @@ class ExtProcServer:
         health_port: int,
         credentials: grpc.ServerCredentials | None = None,
     ) -> tuple[int, int]:
-        """Bind both ports (0 takes a free one) and serve; returns the bound ports."""
+        """Bind both ports (0 takes a free one) and serve; returns the bound ports.
+
+        Raises ConfigurationError where nobody can listen there.
+        """
         server = grpc.aio.server(
             options=[
                 # A buffered body is one message; the stream refuses what is over its own limit with a 413.
@@ -114,11 +129,10 @@ class ExtProcServer:
             response_serializer=ep.ProcessingResponse.SerializeToString,
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {_METHOD: handler}),))
-        address = f"{host}:{port}"
-        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+        bound = _bind(server, "EXTPROC_PORT", host, port, credentials)
         probes = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, probes)
-        bound_health = probes.add_insecure_port(f"{host}:{health_port}")
+        bound_health = _bind(probes, "HEALTH_PORT", host, health_port, None)
         self._servers = [server, probes]
         for item in self._servers:
             await item.start()
@@ -147,6 +161,8 @@ class ExtProcServer:
     async def _process(self, _requests: Any, context: Any) -> None:
         # Explicit reads and writes, not an async generator: a cancelled generator is finalised some time later, and the
         # ledger must be told at once.
+        if self._authorization is not None:
+            await self._admit(context)
         run = _Run(Stream(self._max_body_bytes))
         completed = False
         self._enter()
@@ -164,6 +180,12 @@ class ExtProcServer:
             if run.decision_id is not None:
                 self._director.finished(run.decision_id, completed=completed)
             self._leave()
+
+    async def _admit(self, context: Any) -> None:
+        given = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not hmac.compare_digest(str(given).encode(), self._authorization or b""):
+            self._aborts.labels("unauthenticated").inc()
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a bearer token is needed")
 
     async def _carry_out(self, run: "_Run", effects: list[Effect], context: Any) -> None:
         if effects and isinstance(effects[-1], ResponseEnd):
@@ -216,3 +238,17 @@ class ExtProcServer:
         self._open.dec()
         if self._streams == 0:
             self._idle.set()
+
+
+def _bind(
+    server: grpc.aio.Server, setting: str, host: str, port: int, credentials: grpc.ServerCredentials | None
+) -> int:
+    """Bind one listener; raises ConfigurationError where nobody can listen there."""
+    address = f"{host}:{port}"
+    try:
+        bound: int = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    except RuntimeError:  # grpc says no more than that it failed
+        raise ConfigurationError(
+            f"{setting}: can't listen on {address}: taken, or no address of this machine"
+        ) from None
+    return bound

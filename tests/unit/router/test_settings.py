@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from services.router.settings import RouterSettings
 from shared.errors import ConfigurationError
@@ -109,3 +110,12 @@ def test_tls_settings_that_contradict_each_other_are_refused(monkeypatch, tmp_pa
         monkeypatch.setenv(f"LEADTIME_ROUTER_TLS_{part}_FILE", str(tmp_path / part))
     with pytest.raises(ConfigurationError, match=r"(?i)tls"):
         load(RouterSettings)
+
+
+@pytest.mark.parametrize(
+    "guard", [{"extproc_token": "t" * 20}, {"extproc_open": True}], ids=["token", "guarded by others"]
+)
+def test_beyond_loopback_the_ext_proc_port_needs_a_guard(guard: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="extproc_token"):
+        RouterSettings(extproc_host="0.0.0.0")
+    assert RouterSettings(extproc_host="0.0.0.0", **guard).extproc_host == "0.0.0.0"

@@ -1,0 +1,38 @@
+"""The ext-proc port asks for its bearer token, and a listener that can't be had is told in a sentence."""
+
+import socket
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.router.extproc.server import ExtProcServer
+from shared.clock import SystemClock
+from shared.errors import ConfigurationError
+from sim.extproc_client import ExtProcClient
+from tests.fakes.fake_director import FakeDirector
+
+
+async def test_a_call_without_the_token_is_refused_and_one_with_it_is_answered() -> None:
+    registry = CollectorRegistry()
+    server = ExtProcServer(FakeDirector(), registry, SystemClock(), max_body_bytes=1_000, token="right-token")
+    port, _ = await server.start("127.0.0.1", 0, 0)
+    try:
+        for metadata in ((), (("authorization", "Bearer wrong"),)):
+            async with ExtProcClient(f"127.0.0.1:{port}", metadata=metadata) as client:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await client.pick("/v1/models", None)
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        async with ExtProcClient(f"127.0.0.1:{port}", metadata=(("authorization", "Bearer right-token"),)) as client:
+            assert (await client.pick("/v1/models", None)).destinations
+        assert registry.get_sample_value("leadtime_router_extproc_aborts_total", {"reason": "unauthenticated"}) == 2
+    finally:
+        await server.stop(0.0)
+
+
+async def test_a_taken_port_is_a_fault_of_the_configuration() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = ExtProcServer(FakeDirector(), CollectorRegistry(), SystemClock(), max_body_bytes=1_000)
+        with pytest.raises(ConfigurationError, match=f"EXTPROC_PORT.*{port}"):
+            await server.start("127.0.0.1", port, 0)
