@@ -320,7 +320,7 @@ def _ext_proc(config: EnvoyConfig) -> dict[str, Any]:
         max_message_timeout=_s(MAX_MESSAGE_TIMEOUT_S),
         failure_mode_allow=True,
         # Static: a mode changed by an answer lets the body's first chunk slip past the picker.
-        processing_mode=_PROCESSING_MODES[config.shape],
+        processing_mode=dict(_PROCESSING_MODES[config.shape]),
         # A picker needs no credential, so it gets none.
         forward_rules={"disallowed_headers": {"patterns": [{"exact": name} for name in _CREDENTIALS]}},
         metadata_options={

@@ -9,6 +9,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from services.router.extproc.server import HEALTH_SERVICES, SERVICE, ExtProcServer
+from shared.clock import SystemClock
+from tests.fakes.fake_director import FakeDirector
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -21,7 +23,7 @@ async def said(port: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("ready", [True, False])
 async def test_a_router_without_an_endpoint_is_still_asked_and_is_not_called_ready(ready: bool) -> None:
-    server = ExtProcServer(None, CollectorRegistry(), max_body_bytes=1024)  # type: ignore[arg-type]
+    server = ExtProcServer(FakeDirector(), CollectorRegistry(), SystemClock(), max_body_bytes=1024)
     _, port = await server.start("127.0.0.1", 0, 0)
     try:
         await server.set_ready(ready)
@@ -33,7 +35,7 @@ async def test_a_router_without_an_endpoint_is_still_asked_and_is_not_called_rea
 
 
 async def test_a_stopping_router_is_alive_and_gets_no_more_requests() -> None:
-    server = ExtProcServer(None, CollectorRegistry(), max_body_bytes=1024)  # type: ignore[arg-type]
+    server = ExtProcServer(FakeDirector(), CollectorRegistry(), SystemClock(), max_body_bytes=1024)
     _, port = await server.start("127.0.0.1", 0, 0)
     await server.set_ready(True)
     server._enter()  # a request under way, which the stop waits for

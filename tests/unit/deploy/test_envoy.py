@@ -223,3 +223,22 @@ def test_a_url_that_envoy_would_not_reach_as_written_is_refused(url: str) -> Non
     with pytest.raises(FieldError) as caught:
         parse_endpoint(url)
     assert "http://host:port" in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", ["buffered", "full_duplex"])
+def test_what_is_done_to_one_rendered_config_is_in_no_other(shape: str) -> None:
+    before = json.dumps(render(config(shape=shape)))
+    _spoil(render(config(shape=shape)))
+    assert json.dumps(render(config(shape=shape))) == before
+
+
+def _spoil(node: Any) -> None:
+    """Change every list and mapping in place."""
+    children = list(node.values()) if isinstance(node, dict) else list(node)
+    for child in children:
+        if isinstance(child, dict | list):
+            _spoil(child)
+    if isinstance(node, dict):
+        node["spoilt"] = True
+    else:
+        node.append("spoilt")
