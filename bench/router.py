@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -190,8 +190,11 @@ def used_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def whole(candidates: int, sizes: dict[str, int], seconds: float, *, through_envoy: bool) -> dict[str, Any]:
-    """Total CPU per decision of a real router by body size, rungs that answered, added latency."""
+@contextlib.asynccontextmanager
+async def idling_router(
+    candidates: int, seconds: float
+) -> AsyncIterator[tuple[Stack, httpx.AsyncClient, psutil.Process, float]]:
+    """A stack with a published bundle, its router's process, and the share of a core that this takes when idle."""
     with tempfile.TemporaryDirectory(prefix="leadtime-bench-") as directory:
         config = StackConfig(
             run_dir=Path(directory),
@@ -200,33 +203,38 @@ async def whole(candidates: int, sizes: dict[str, int], seconds: float, *, throu
         )
         async with Stack(config, rng=random.Random()) as stack, httpx.AsyncClient(timeout=30) as http:
             await publish_bundle(stack.addresses.redis_url)
-            address = f"127.0.0.1:{stack.addresses.router_extproc}"
-            await until_predicted(stack, http, address)
+            await until_predicted(stack, http, f"127.0.0.1:{stack.addresses.router_extproc}")
             router = psutil.Process(stack.supervisor["router"].pid or 0)
             started = used_s(router)
             await asyncio.sleep(seconds)
-            idle_share = (used_s(router) - started) / seconds
-            totals: dict[str, Any] = {}
-            await http.post(f"{stack.addresses.router_url}/v1/stats/reset")
-            for name, size in sizes.items():
-                await drive(address, size, 0.3, 8)
-                before, wall = used_s(router), time.monotonic()
-                count, _ = await drive(address, size, seconds, 8)
-                spent = used_s(router) - before - idle_share * (time.monotonic() - wall)
-                _, alone = await drive(address, size, seconds / 2, 1)
-                totals[name] = {
-                    "total_us": round(spent / count * 1e6, 1),
-                    "decisions_per_s": round(count / seconds),
-                    "p50_ms_alone": round(statistics.median(alone), 3),
-                }
-            stats = (await http.get(f"{stack.addresses.router_url}/v1/stats")).json()
-            result: dict[str, Any] = {
-                "idle_cpu_share": round(idle_share, 4), "sizes": totals, "served_by": stats["served_by"],
-            }  # fmt: skip
-            if through_envoy:
-                result["latency"] = await added_latency(stack, seconds)
-                result["abort_to_ledger_ms"] = await abort_latency(stack)
-            return result
+            yield stack, http, router, (used_s(router) - started) / seconds
+
+
+async def whole(candidates: int, sizes: dict[str, int], seconds: float, *, through_envoy: bool) -> dict[str, Any]:
+    """Total CPU per decision of a real router by body size, rungs that answered, added latency."""
+    async with idling_router(candidates, seconds) as (stack, http, router, idle_share):
+        address = f"127.0.0.1:{stack.addresses.router_extproc}"
+        totals: dict[str, Any] = {}
+        await http.post(f"{stack.addresses.router_url}/v1/stats/reset")
+        for name, size in sizes.items():
+            await drive(address, size, 0.3, 8)
+            before, wall = used_s(router), time.monotonic()
+            count, _ = await drive(address, size, seconds, 8)
+            spent = used_s(router) - before - idle_share * (time.monotonic() - wall)
+            _, alone = await drive(address, size, seconds / 2, 1)
+            totals[name] = {
+                "total_us": round(spent / count * 1e6, 1),
+                "decisions_per_s": round(count / seconds),
+                "p50_ms_alone": round(statistics.median(alone), 3),
+            }
+        stats = (await http.get(f"{stack.addresses.router_url}/v1/stats")).json()
+        result: dict[str, Any] = {
+            "idle_cpu_share": round(idle_share, 4), "sizes": totals, "served_by": stats["served_by"],
+        }  # fmt: skip
+        if through_envoy:
+            result["latency"] = await added_latency(stack, seconds)
+            result["abort_to_ledger_ms"] = await abort_latency(stack)
+        return result
 
 
 async def until_predicted(stack: Stack, http: httpx.AsyncClient, address: str) -> None:

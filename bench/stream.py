@@ -12,21 +12,16 @@ import asyncio
 import itertools
 import json
 import os
-import random
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, Final, get_args
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
-import httpx
-import psutil
 import uvloop
 
-from bench.router import PATH, body, pool, publish_bundle, until_predicted, used_s
-from deploy.local.stack import Stack, StackConfig
+from bench.router import PATH, body, idling_router, used_s
 from sim.extproc_client import ExtProcClient, Shape
 
 SIZES_KB: Final = (1, 8, 64)
@@ -58,32 +53,20 @@ async def drive(address: str, shape: Shape, size_kb: int, seconds: float) -> int
 
 async def decision_us(seconds: float) -> dict[tuple[Shape, int], float]:
     """CPU µs of the router per decision, by shape and body size in KB."""
-    with tempfile.TemporaryDirectory(prefix="leadtime-bench-") as directory:
-        config = StackConfig(
-            run_dir=Path(directory),
-            simulated=pool(_CANDIDATES),
-            environment={**os.environ, "LEADTIME_TRAINER_MIN_SAMPLES": "100000", "LEADTIME_LOG_LEVEL": "warning"},
-        )
-        async with Stack(config, rng=random.Random()) as stack, httpx.AsyncClient(timeout=30) as http:
-            await publish_bundle(stack.addresses.redis_url)
-            address = f"127.0.0.1:{stack.addresses.router_extproc}"
-            await until_predicted(stack, http, address)
-            router = psutil.Process(stack.supervisor["router"].pid or 0)
-            started = used_s(router)
-            await asyncio.sleep(seconds)
-            idle_share = (used_s(router) - started) / seconds
-            spent: dict[tuple[Shape, int], float] = {}
-            count: dict[tuple[Shape, int], int] = {}
-            for _ in range(3):  # turn about, so that a busy moment hits both shapes
-                for size in (*SIZES_KB, LARGE_KB):
-                    for shape in get_args(Shape):
-                        await drive(address, shape, size, 0.1)
-                        before, wall = used_s(router), time.monotonic()
-                        done = await drive(address, shape, size, seconds / 3)
-                        used = used_s(router) - before - idle_share * (time.monotonic() - wall)
-                        key = (shape, size)
-                        spent[key] = spent.get(key, 0.0) + used
-                        count[key] = count.get(key, 0) + done
+    async with idling_router(_CANDIDATES, seconds) as (stack, _, router, idle_share):
+        address = f"127.0.0.1:{stack.addresses.router_extproc}"
+        spent: dict[tuple[Shape, int], float] = {}
+        count: dict[tuple[Shape, int], int] = {}
+        for _ in range(3):  # turn about, so that a busy moment hits both shapes
+            for size in (*SIZES_KB, LARGE_KB):
+                for shape in get_args(Shape):
+                    await drive(address, shape, size, 0.1)
+                    before, wall = used_s(router), time.monotonic()
+                    done = await drive(address, shape, size, seconds / 3)
+                    used = used_s(router) - before - idle_share * (time.monotonic() - wall)
+                    key = (shape, size)
+                    spent[key] = spent.get(key, 0.0) + used
+                    count[key] = count.get(key, 0) + done
     return {key: spent[key] / count[key] * 1e6 for key in spent}
 
 

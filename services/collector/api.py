@@ -16,11 +16,12 @@ from fastapi.responses import JSONResponse
 from services.collector.metrics import CollectorMetrics
 from services.collector.publisher import NotDeliveredError, Publisher
 from services.collector.settings import CollectorSettings
-from services.collector.validate import Verdict, judge_posted
+from services.collector.validate import judge_posted
 from shared.errors import FieldError
 from shared.lifecycle import require_token
 from shared.samples import decode_sample
 from shared.streams import MAX_SAMPLE_BYTES
+from shared.verdicts import Verdict
 
 RETRY_AFTER_S: Final = "1"
 

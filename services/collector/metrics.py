@@ -12,9 +12,9 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.collector.validate import Note, Reason
 from shared.samples import LatencySample, Outcome
 from shared.telemetry import ANSWER_BUCKETS_S, seconds
+from shared.verdicts import Note, Reason
 
 MAX_MODELS: Final = 64
 RECENT: Final = 1_000

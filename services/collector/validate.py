@@ -11,7 +11,6 @@ Limits: one entry at a time, no memory. Doubles are JetStream's to find, by deci
 import math
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
 import msgspec
@@ -31,6 +30,7 @@ from shared.samples import (
     completed_sample,
     decode_decision,
 )
+from shared.verdicts import Note, Reason, Verdict
 
 DECISION_ID_PATTERN: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """A decision id stands in a NATS header."""
@@ -44,46 +44,6 @@ _RESETS: Final = frozenset(
     {"upstream_remote_reset", "upstream_connection_termination", "local_reset", "upstream_protocol_error"}
 )
 _NOT_SENT: Final = frozenset({"upstream_connection_failure", "no_healthy_upstream", "upstream_overflow"})
-
-
-class Reason(StrEnum):
-    """What became of an entry; all but `accepted` make no sample."""
-
-    ACCEPTED = "accepted"
-    INTERMEDIATE = "intermediate"
-    PROBE = "probe"
-    SHED = "shed"
-    ABORTED_BEFORE_DISPATCH = "aborted_before_dispatch"
-    NO_ENDPOINT = "no_endpoint"
-    NO_METADATA = "no_metadata"
-    BAD_METADATA = "bad_metadata"
-    WRONG_POOL = "wrong_pool"
-    RETRIED_WITHOUT_SERVER = "retried_without_server"
-    UNLISTED_ENDPOINT = "unlisted_endpoint"
-    BAD_FEATURES = "bad_features"
-    NOT_SUCCESS = "not_success"
-    EMPTY = "empty"
-    NO_TIMING = "no_timing"
-    CLOCK_JUMP = "clock_jump"
-    IMPLAUSIBLE = "implausible"
-
-
-class Note(StrEnum):
-    """What an accepted sample lacks, or what was made of it."""
-
-    NO_FIRST_CONTENT = "no_first_content"
-    NO_USAGE = "no_usage"
-    HELD_BACK = "held_back"
-    CLOSED_AFTER_USAGE = "closed_after_usage"
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """An accepted sample with its notes, or the reason against it."""
-
-    reason: Reason
-    sample: LatencySample | None = None
-    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ handed to `done`, once.
 
 Zero is our answer to Envoy: dispatch follows it by Envoy's own work, and content is seen here one hop after Envoy saw
 it. Both make labels longer than the access log's: by 1–3 ms on an idle machine (tests/contract/test_two_ways.py
-measures it). The labels and their rules are the access log's (services/collector/validate.py), the words of `Reason`
-too; a contract test feeds both ways the same responses.
+measures it). The labels and their rules are the access log's (services/collector/validate.py), as a contract test
+shows: it feeds both ways the same responses.
 
 Limits: where a response broke off, Envoy doesn't tell us which side did it: it counts as the client's. Where another
 endpoint than the first listed one served, the attempts before it are in our clock, so ttft and e2e are unknown there.
@@ -16,8 +16,6 @@ endpoint than the first listed one served, the attempts before it are in our clo
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
 from services.router.response_body import DocumentObserver, Inflater, is_identity
@@ -25,49 +23,18 @@ from shared.errors import FieldError
 from shared.labels import MIN_TPOT_MS, EventStreamObserver, Usage, estimated_output_tokens, time_per_token_ms
 from shared.samples import (
     DecisionMetadata,
-    LatencySample,
     ListedEndpoint,
     Outcome,
     TtftSource,
     check_sample,
     completed_sample,
 )
+from shared.verdicts import Note, Reason, Verdict
 
 ATTEMPTS_HEADER: Final = "x-envoy-attempt-count"
 _JSON: Final = re.compile(r"application/(.+\+)?json *(;|$)")
 _SHORTEST_MS: Final = 0.001
 _NO_USAGE: Final = Usage(None, None, None)
-
-
-class Reason(StrEnum):
-    """What became of a routed request; all but `accepted` make no sample. The collector's words."""
-
-    ACCEPTED = "accepted"
-    PROBE = "probe"
-    UNLISTED_ENDPOINT = "unlisted_endpoint"
-    BAD_FEATURES = "bad_features"
-    NOT_SUCCESS = "not_success"
-    EMPTY = "empty"
-    NO_TIMING = "no_timing"
-    IMPLAUSIBLE = "implausible"
-
-
-class Note(StrEnum):
-    """What an accepted sample lacks, or what was made of it; the collector's words."""
-
-    NO_FIRST_CONTENT = "no_first_content"
-    NO_USAGE = "no_usage"
-    HELD_BACK = "held_back"
-    CLOSED_AFTER_USAGE = "closed_after_usage"
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """An accepted sample with its notes, or the reason against it."""
-
-    reason: Reason
-    sample: LatencySample | None = None
-    notes: tuple[Note, ...] = ()
 
 
 class CompletionObserver:
@@ -94,7 +61,7 @@ class CompletionObserver:
         decision: DecisionMetadata,
         *,
         sent_ms: float,
-        done: Callable[[Completion], None],
+        done: Callable[[Verdict], None],
         on_first_content: Callable[[str, float], object] | None = None,
     ) -> None:
         """`sent_ms`: when our answer was ready to be sent. `on_first_content`: told the decision id and the instant."""
@@ -164,23 +131,23 @@ class CompletionObserver:
             self._settled = True
             self._done(self._judge(now_ms, ended=ended))
 
-    def _judge(self, now_ms: float, *, ended: bool) -> Completion:
+    def _judge(self, now_ms: float, *, ended: bool) -> Verdict:
         listed = self._decision.endpoints
         address = self._served or listed[0].address
         served = next((endpoint for endpoint in listed if endpoint.address == address), None)
         if served is None:
-            return Completion(Reason.UNLISTED_ENDPOINT)
+            return Verdict(Reason.UNLISTED_ENDPOINT)
         usage = self._usage()
         first_ms = self._first_content_ms()
         outcome, closed_after_usage = self._outcome(usage, first_ms, ended=ended)
         if outcome is None:
-            return Completion(Reason.NOT_SUCCESS)
+            return Verdict(Reason.NOT_SUCCESS)
         complete = outcome is Outcome.OK
         if complete and (self._wire_bytes == 0 or usage.output_tokens == 0):
-            return Completion(Reason.EMPTY)
+            return Verdict(Reason.EMPTY)
         e2e_ms = now_ms - self._zero_ms
         if e2e_ms <= 0:
-            return Completion(Reason.NO_TIMING)
+            return Verdict(Reason.NO_TIMING)
         streamed = self._decision.streamed if self._event_stream is None else self._event_stream
         if not streamed:
             first_ms = None
@@ -202,7 +169,7 @@ class CompletionObserver:
         # An attempt that failed took a time that nobody told us.
         retried = self._attempts > 1 or served is not listed[0]
         if retried and tpot_ms is None:
-            return Completion(Reason.NO_TIMING)
+            return Verdict(Reason.NO_TIMING)
         return self._completion(
             now_ms,
             served,
@@ -229,7 +196,7 @@ class CompletionObserver:
         ttft_ms: float | None,
         tpot_ms: float | None,
         e2e_ms: float | None,
-    ) -> Completion:
+    ) -> Verdict:
         decision = self._decision
         size_bytes = self._size_bytes()
         estimated = usage.output_tokens is None and size_bytes > 0
@@ -258,8 +225,8 @@ class CompletionObserver:
             check_sample(sample)
         except FieldError as error:
             of_the_row = error.field.startswith(("features", "rows", "prediction"))
-            return Completion(Reason.BAD_FEATURES if of_the_row else Reason.IMPLAUSIBLE)
-        return Completion(Reason.ACCEPTED, sample, notes)
+            return Verdict(Reason.BAD_FEATURES if of_the_row else Reason.IMPLAUSIBLE)
+        return Verdict(Reason.ACCEPTED, sample, notes)
 
     def _outcome(self, usage: Usage, first_ms: float | None, *, ended: bool) -> tuple[Outcome | None, bool]:
         """None for a whole answer that isn't a 2xx; the second value marks a client that left after the usage."""

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import structlog
 
-from services.router.completion import Completion, CompletionObserver, Reason
+from services.router.completion import CompletionObserver
 from services.router.decision_id import uuid7
 from services.router.decisions import DecisionLog, DecisionRecord, PredictionError
 from services.router.extproc.messages import RequestHead, Routed
@@ -50,6 +50,7 @@ from shared.samples import (
     encode_decision,
     encode_row,
 )
+from shared.verdicts import Reason, Verdict
 
 _LOG_AGAIN_MS: Final = 10_000.0
 _DEADLINE_BUDGETS: Final = 2.0
@@ -213,10 +214,10 @@ class Director:
             metadata, sent_ms=sent_ms, done=self._completed, on_first_content=self._state.observe_first_token
         )
 
-    def _completed(self, completion: Completion) -> None:
-        self._metrics.completed(completion.reason, completion.notes)
-        if completion.sample is not None and self._completions is not None:
-            self._completions(completion.sample)
+    def _completed(self, verdict: Verdict) -> None:
+        self._metrics.completed(verdict.reason, verdict.notes)
+        if verdict.sample is not None and self._completions is not None:
+            self._completions(verdict.sample)
 
     def _rows(self, request: InferenceRequest, candidates: Candidates) -> FloatMatrix:
         expected = self._state.expected_output_tokens(request)

@@ -7,11 +7,11 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from services.router.completion import Note, Reason
 from services.router.predict.types import Prediction
 from services.router.request.errors import RejectReason
 from shared.samples import Rung
 from shared.telemetry import STEP_BUCKETS_S, seconds
+from shared.verdicts import Note, Reason
 
 _MAX_MODELS: Final = 64
 
@@ -47,13 +47,12 @@ class RouterMetrics:
             registry=registry,
         )
         self._stages = {name: stages.labels(name) for name in ("parse", "features", "predict", "policy")}
-        completions = Counter(
+        self._completions = Counter(
             "leadtime_router_completions_total",
             "Responses seen on their way through, by what became of them.",
             ["reason"],
             registry=registry,
         )
-        self._completions = {reason: completions.labels(reason.value) for reason in Reason}
         notes = Counter(
             "leadtime_router_completion_notes_total", "Completions that lack something.", ["note"], registry=registry
         )
@@ -82,7 +81,7 @@ class RouterMetrics:
         self._rejections.labels(reason.value).inc()
 
     def completed(self, reason: Reason, notes: tuple[Note, ...] = ()) -> None:
-        self._completions[reason].inc()
+        self._completions.labels(reason.value).inc()
         for note in notes:
             self._notes[note].inc()
 

@@ -21,10 +21,11 @@ import pytest
 from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, render
 from services.collector import validate
 from services.collector.envoy_log import plain_entry
-from services.collector.validate import Probes, Verdict, judge
+from services.collector.validate import Probes, judge
 from services.router import completion
-from services.router.completion import Completion, CompletionObserver
+from services.router.completion import CompletionObserver
 from shared.samples import LatencySample, Outcome, TtftSource
+from shared.verdicts import Verdict
 from tests import servers
 from tests.fakes.access_log_receiver import AccessLogReceiver, access_log_receiver
 from tests.fakes.decisions import make_decision
@@ -173,7 +174,7 @@ class Pair:
     """One response, both ways."""
 
     logged: Verdict
-    shown: Completion
+    shown: Verdict
 
     @property
     def samples(self) -> tuple[LatencySample, LatencySample]:
@@ -345,7 +346,7 @@ def test_an_answer_that_is_encoded_unasked_is_read_by_one_way_only(run: Run) -> 
 def test_an_answer_that_is_encoded_because_the_client_asks_has_the_labels_of_the_plain_one(run: Run) -> None:
     """In the access log's shape nobody asks; where Envoy isn't ours the client's wish reaches the server."""
     logged = run.pairs["gzip_if_asked"].samples[0]
-    found: list[Completion] = []
+    found: list[Verdict] = []
     observer = CompletionObserver(make_decision("a:1"), sent_ms=1_000.0, done=found.append)
     script = zipped(SHORT)
     observer.headers(200, {"content-type": script.content_type, **dict(script.headers)}, "a:1", 1_001.0)

@@ -17,10 +17,11 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.router.completion import Completion, CompletionObserver
+from services.router.completion import CompletionObserver
 from services.router.extproc.messages import CONTINUE_REQUEST_HEADERS, Routed, routed_body
 from shared import names
 from shared.samples import DecisionMetadata, encode_decision
+from shared.verdicts import Verdict
 from tests.fakes.fake_picker import HEALTH_SERVICE
 
 
@@ -41,7 +42,7 @@ class ObservingPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     """Asks `decide(headers)` for each request's decision; keeps what became of it by decision id."""
 
     decide: Callable[[dict[str, str]], DecisionMetadata]
-    completions: dict[str, Completion] = field(default_factory=dict)
+    completions: dict[str, Verdict] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     chunks: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -104,7 +105,7 @@ class ObservingPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             observer.end(now_ms)
             await context.write(ext_proc.ProcessingResponse(response_trailers=ext_proc.TrailersResponse()))
 
-    async def completion(self, decision_id: str, *, timeout_s: float = 10.0) -> Completion:
+    async def completion(self, decision_id: str, *, timeout_s: float = 10.0) -> Verdict:
         """What became of a request, as soon as its stream has ended."""
         async with asyncio.timeout(timeout_s), self.changed:
             await self.changed.wait_for(lambda: decision_id in self.ended)

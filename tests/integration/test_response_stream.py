@@ -26,6 +26,7 @@ from shared.clock import SystemClock
 from shared.samples import LatencySample, Outcome, TtftSource
 from tests import servers
 from tests.fakes.fake_model_server import USAGE, FakeModelServer, Script, Seen, fake_model_server
+from tests.fakes.no_predictions import NoPredictions
 from tests.integration.test_first_content import SCRIPTS
 
 PATH = "/v1/chat/completions"
@@ -36,11 +37,6 @@ ANSWERS = {
     "stream": SCRIPTS["plain"],
     "abort": SCRIPTS["plain"],
 }
-
-
-class NoPredictions:
-    async def predict(self, *_: object) -> None:
-        return None
 
 
 @dataclass

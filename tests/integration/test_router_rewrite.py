@@ -24,14 +24,10 @@ from services.router.state.pool import PoolConfig, PoolState
 from shared.clock import SystemClock
 from tests import servers
 from tests.fakes.fake_model_server import FakeModelServer, Script, Seen, fake_model_server
+from tests.fakes.no_predictions import NoPredictions
 
 ANSWER = Script([(0.0, b'{"ok":true}')], content_type="application/json")
 PATH = "/v1/completions"
-
-
-class NoPredictions:
-    async def predict(self, *_: object) -> None:
-        return None
 
 
 @dataclass

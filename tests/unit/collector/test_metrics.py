@@ -6,8 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.collector.metrics import MAX_MODELS, CollectorMetrics, Recent, objectives
-from services.collector.validate import Note, Probes, Reason, judge
+from services.collector.validate import Probes, judge
 from shared.samples import LatencySample, Outcome, encode_decision
+from shared.verdicts import Note, Reason
 from tests.fakes.decisions import make_decision
 from tests.fakes.entries import SERVED, make_entry
 

@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry
 from services.collector.metrics import CollectorMetrics
 from services.collector.outbox import Fate
 from services.collector.settings import CollectorSettings
-from services.collector.validate import Note, Reason
 from shared.errors import ConfigurationError
 from shared.settings import load
+from shared.verdicts import Note, Reason
 
 README = Path(__file__).parents[3] / "services" / "collector" / "README.md"
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.collector.entry import AccessLogEntry
 from services.collector.labels import ClockJumpError, latencies
-from services.collector.validate import Note, Probes, Reason, Verdict, check_posted, judge, judge_posted
+from services.collector.validate import Probes, check_posted, judge, judge_posted
 from shared.errors import FieldError
 from shared.features import SCHEMA
 from shared.labels import estimated_output_tokens
@@ -22,6 +22,7 @@ from shared.samples import (
     encode_decision,
     encode_sample,
 )
+from shared.verdicts import Note, Reason, Verdict
 from tests.fakes.decisions import feature_row, make_decision
 from tests.fakes.entries import SERVED, START_UNIX_US, make_entry
 

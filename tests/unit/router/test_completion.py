@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.completion import Completion, CompletionObserver, Note, Reason
+from services.router.completion import CompletionObserver
 from shared.samples import LatencySample, Outcome, Rung, TtftSource, decode_row, decode_sample, encode_sample
+from shared.verdicts import Note, Reason, Verdict
 from tests.fakes.decisions import feature_row, make_decision
 from tests.fakes.fake_model_server import DONE, ROLE, USAGE, chat, event
 
@@ -25,7 +26,7 @@ class Watch:
     """An observer with what it told. Chunks arrive 10 ms apart, the first at 1,100; our answer went out at 1,000."""
 
     def __init__(self, *addresses: str, **decision: Any) -> None:
-        self.completions: list[Completion] = []
+        self.completions: list[Verdict] = []
         self.first_contents: list[tuple[str, float]] = []
         self.decision = make_decision(*(addresses or (A, B)), **decision)
         self.now_ms = 1_090.0
@@ -38,7 +39,7 @@ class Watch:
 
     def respond(
         self, *chunks: bytes, status: int = 200, headers: dict[str, str] = SSE, served: str | None = A, end: bool = True
-    ) -> Completion:
+    ) -> Verdict:
         self.observer.headers(status, headers, served, self.now_ms)
         for chunk in chunks:
             self.now_ms += 10.0
@@ -51,7 +52,7 @@ class Watch:
         return completion
 
 
-def sample(completion: Completion) -> LatencySample:
+def sample(completion: Verdict) -> LatencySample:
     assert completion.reason is Reason.ACCEPTED
     assert completion.sample is not None
     assert decode_sample(encode_sample(completion.sample)) == completion.sample
