@@ -304,15 +304,26 @@ async def test_a_router_killed_in_the_middle_of_an_answer(edge: Edge) -> None:
 
 
 async def test_a_router_that_refuses(edge: Edge) -> None:
-    """Buffered, no request notices. In full duplex at most the first is lost (Envoy's part), then none is."""
+    """Buffered, no request notices. In full duplex those are lost that come before Envoy has learnt it (mostly the
+    first alone; Envoy doesn't fail open there), then none is.
+    """
     await edge.router.kill()
-    statuses = [(await edge.ask()).status_code for _ in range(5)]
-    if edge.shape == "buffered":
-        assert statuses == [200] * 5
-    else:
-        assert statuses[0] in {200, 500}
-        assert statuses[1:] == [200] * 4
-    await edge.router.start()
+    try:
+        statuses: list[int] = []
+
+        async def goes_on() -> bool:
+            statuses.append((await edge.ask()).status_code)
+            return statuses[-4:] == [200] * 4
+
+        await until(goes_on, "Envoy goes on without the router", timeout_s=5.0)
+        lost = [status for status in statuses if status != 200]
+        if edge.shape == "buffered":
+            assert lost == []
+        else:
+            assert set(lost) <= {500}
+            assert len(lost) <= 3
+    finally:
+        await edge.router.start()
     await router_decides(edge)
 
 
