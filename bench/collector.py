@@ -14,8 +14,8 @@ import contextlib
 import json
 import os
 import platform
+import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +33,7 @@ from envoy.service.accesslog.v3 import als_pb2
 from prometheus_client import CollectorRegistry
 
 from deploy.local.binaries import find_binaries
+from deploy.local.ports import Ports
 from services.collector.envoy_log import plain_entry
 from services.collector.metrics import CollectorMetrics
 from services.collector.validate import Probes, judge
@@ -178,17 +179,11 @@ def running(command: Sequence[str | Path], env: dict[str, str] | None = None) ->
             child.wait()
 
 
-def free_ports(count: int) -> list[int]:
-    """Loopback ports that are free and differ."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(each.getsockname()[1]) for each in sockets]
-
-
 @contextlib.asynccontextmanager
 async def collector(queue_samples: int) -> AsyncIterator[tuple[psutil.Process, int, int]]:
     """A connected collector process; yields (process, access-log port, HTTP port)."""
-    nats_port, als_port, http_port = free_ports(3)
+    ports = Ports(random.Random())
+    nats_port, als_port, http_port = (ports.release(ports.reserve()) for _ in range(3))
     with tempfile.TemporaryDirectory(prefix="leadtime-bench-") as store:
         env = {
             **os.environ,

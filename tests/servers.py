@@ -8,29 +8,50 @@ server itself; nothing sleeps for luck.
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from deploy.local.binaries import find_binaries
+from deploy.local.ports import LOWEST_PORT, outgoing_range
 
 START_TIMEOUT_S = 20.0
 POLL_S = 0.01
 
 
+def _port_candidates() -> Iterator[int]:
+    """Each port below the kernel's range for outgoing connections once, in an order of this process's own.
+
+    A port from that range is free now and somebody's connection a moment later: a server that binds it then, or again
+    after a restart, fails for nothing. Parallel test workers take disjoint shares.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports = list(range(LOWEST_PORT, outgoing_range()[0]))[worker::workers]
+    random.Random(os.getpid()).shuffle(ports)
+    return itertools.cycle(ports)
+
+
+_PORTS = _port_candidates()
+
+
 def free_port() -> int:
-    """A loopback port that was free a moment ago. Prefer servers that take port 0 themselves."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port that nobody has, and that neither this process nor the kernel hands out soon again."""
+    for port in itertools.islice(_PORTS, 1_000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("1,000 loopback ports in a row were taken")
 
 
 async def until(
@@ -147,8 +168,8 @@ class NatsServer(ServerProcess):
         super().__init__("nats-server", store_dir / "nats.log")
         self.store_dir = store_dir
         self.extra = tuple(extra)
-        self._port = -1  # nats-server's word for "take a free one"
-        self._monitor_port = -1
+        self._port = free_port()
+        self._monitor_port = free_port()
 
     @property
     def url(self) -> str:
@@ -159,22 +180,11 @@ class NatsServer(ServerProcess):
         return f"http://127.0.0.1:{self._monitor_port}"
 
     async def start(self) -> None:
-        ports_dir = self.store_dir / "ports"
-        ports_dir.mkdir(exist_ok=True, parents=True)
+        self.store_dir.mkdir(exist_ok=True, parents=True)
         self.spawn(
             [find_binaries().nats_server, "-a", "127.0.0.1", "-p", str(self._port), "-m", str(self._monitor_port),
-             "-js", "-sd", self.store_dir, "--ports_file_dir", ports_dir, *self.extra]
+             "-js", "-sd", self.store_dir, *self.extra]
         )  # fmt: skip
-        ports_file = ports_dir / f"{find_binaries().nats_server.name}_{self.pid}.ports"
-
-        def ports() -> dict[str, Any] | None:
-            with contextlib.suppress(OSError, json.JSONDecodeError):
-                return dict(json.loads(ports_file.read_text()))
-            return None
-
-        found = await self.ready(ports)
-        self._port = int(found["nats"][0].rsplit(":", 1)[1])
-        self._monitor_port = int(found["monitoring"][0].rsplit(":", 1)[1])
 
         async def healthy() -> bool:
             return (await fetch(f"{self.monitor_url}/healthz"))[0] == 200

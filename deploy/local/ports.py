@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 LOOPBACK: Final = "127.0.0.1"
-_LOWEST: Final = 10_240
+LOWEST_PORT: Final = 10_240
 _HIGHEST: Final = 65_535
 _OUTGOING_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _TRIES: Final = 200
@@ -29,7 +29,7 @@ class Ports:
 
     def __init__(self, rng: random.Random, outgoing: tuple[int, int] | None = None) -> None:
         low, high = outgoing or outgoing_range()
-        below, above = range(_LOWEST, low), range(high + 1, _HIGHEST + 1)
+        below, above = range(LOWEST_PORT, low), range(high + 1, _HIGHEST + 1)
         self._candidates = below if len(below) >= len(above) else above
         self._rng = rng
         self._held: dict[int, socket.socket] = {}

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.servers import free_port
+
 
 @dataclass(frozen=True, slots=True)
 class Script:
@@ -55,7 +57,7 @@ class FakeModelServer:
 
     async def start(self) -> None:
         """Listen; again on the same port after a `stop`."""
-        port = int(self.address.rpartition(":")[2] or 0)
+        port = int(self.address.rpartition(":")[2] or free_port())
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", port)
         host, port = self._server.sockets[0].getsockname()[:2]
         self.address = f"{host}:{port}"

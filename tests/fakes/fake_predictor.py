@@ -14,6 +14,7 @@ import numpy as np
 
 from shared.features import SCHEMA, SCHEMA_HASH
 from tests.bundles import OUTPUTS, expected
+from tests.servers import free_port
 
 VERSION = "1700000000000-fa4efa4e"
 
@@ -69,7 +70,7 @@ class FakePredictor:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port or free_port())
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

@@ -234,7 +234,6 @@ async def test_it_starts_with_nothing_there_and_takes_what_comes(tmp_path: Path,
     (tmp_path / "nats").mkdir()
     (tmp_path / "redis").mkdir()
     broker = NatsServer(tmp_path / "nats")
-    broker._port = free_port()
     data = RedisServer(tmp_path / "redis")
     try:
         async with running_trainer(broker.url, data.url) as trainer:
