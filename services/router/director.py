@@ -20,6 +20,7 @@ import numpy as np
 import structlog
 
 from services.router.completion import CompletionObserver
+from services.router.core import DecisionCore, Prepared, least_loaded
 from services.router.decision_id import uuid7
 from services.router.decisions import DecisionLog, DecisionRecord, PredictionError
 from services.router.extproc.messages import RequestHead, Routed
@@ -34,22 +35,11 @@ from services.router.request.parse import ParseConfig, Route, parse, plain_body,
 from services.router.request.rewrite import replace_model
 from services.router.request.slo import control_headers
 from services.router.scheduling.decision import Decision
-from services.router.scheduling.interfaces import Context
 from services.router.scheduling.pipeline import Pipeline
 from services.router.state.pool import PoolState
-from services.router.state.snapshot import Candidates
 from shared.clock import Clock
-from shared.features import SCHEMA, FloatMatrix
 from shared.names import PROBE
-from shared.samples import (
-    DECISION_VERSION,
-    DecisionMetadata,
-    LatencySample,
-    ListedEndpoint,
-    Rung,
-    encode_decision,
-    encode_row,
-)
+from shared.samples import DecisionMetadata, LatencySample, encode_decision
 from shared.verdicts import Reason, Verdict
 
 _LOG_AGAIN_MS: Final = 10_000.0
@@ -94,10 +84,19 @@ class Director:
         self._clock = clock
         self._rng = rng
         self._log = structlog.get_logger()
-        self.pipeline = pipeline
+        self._core = DecisionCore(options.pool, options.listed_endpoints, state, pipeline, rng, self._fault)
         self.decisions = DecisionLog()
         self.ttft_error = PredictionError()
         self._log_faults_at_ms = float("-inf")
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The policy in force; may be exchanged between two requests."""
+        return self._core.pipeline
+
+    @pipeline.setter
+    def pipeline(self, pipeline: Pipeline) -> None:
+        self._core.pipeline = pipeline
 
     async def decide(self, head: RequestHead, body: bytes | None) -> Routed | RequestRejected:
         """Find endpoints for one request; never raises for what a client sent."""
@@ -155,42 +154,27 @@ class Director:
     ) -> Routed:
         parsed_ms = self._clock.monotonic_ms()
         self._metrics.stage("parse", parsed_ms - received_ms)
-        candidates, match = self._state.snapshot(request, head.subset, parsed_ms)
-        rows = self._rows(request, candidates)
+        prepared = self._core.prepare(request, head.subset, parsed_ms)
         started_ms = self._clock.monotonic_ms()
         self._metrics.stage("features", started_ms - parsed_ms)
         prediction = None
         if request.prediction_wanted:
             prediction = await self._ladder.predict(
-                rows,
-                candidates.addresses,
-                candidates.uncached_tokens + candidates.pending_uncached_tokens,
+                prepared.rows,
+                prepared.candidates.addresses,
+                prepared.backlog_tokens,
                 self._options.decision_budget_ms - (started_ms - received_ms),
             )
         predicted_ms = self._clock.monotonic_ms()
         self._metrics.stage("predict", predicted_ms - started_ms)
-        decision = self._schedule(request, candidates, prediction, predicted_ms - received_ms)
+        decision = self._core.schedule(prepared, prediction, predicted_ms - received_ms)
         now_ms = self._clock.monotonic_ms()
         self._metrics.stage("policy", now_ms - predicted_ms)
 
         decision_id = uuid7(received_unix_ms, secrets.randbits(74))
-        first = decision.order[0]
-        metadata = self._record(
-            decision_id, request, candidates, rows, prediction, decision, received_ms, received_unix_ms
-        )
-        # Last, and taken back if it fails halfway: an entry whose id Envoy never gets would have no end.
-        try:
-            self._state.dispatch(
-                decision_id,
-                candidates.addresses[first],
-                request,
-                match,
-                predicted_ttft_ms=_at(prediction, "ttft_p50", first),
-                now_ms=now_ms,
-            )
-        except Exception:
-            self._state.finish(decision_id, now_ms, completed=False)
-            raise
+        metadata = self._record(decision_id, prepared, prediction, decision, received_ms, received_unix_ms)
+        # Last: an entry whose id Envoy never gets would have no end.
+        self._core.dispatch(decision_id, prepared, prediction, decision, now_ms)
         sent_ms = self._clock.monotonic_ms()
         self._metrics.decided(request.model, prediction, sent_ms - received_ms)
         if self._completions is not None and head.response_shown:
@@ -219,30 +203,6 @@ class Director:
         if verdict.sample is not None and self._completions is not None:
             self._completions(verdict.sample)
 
-    def _rows(self, request: InferenceRequest, candidates: Candidates) -> FloatMatrix:
-        expected = self._state.expected_output_tokens(request)
-        return SCHEMA.rows(
-            len(candidates),
-            {
-                **candidates.columns(),
-                "input_tokens": request.input_tokens,
-                "expected_output_tokens": expected or 0.0,
-                "expected_output_tokens_known": 0.0 if expected is None else 1.0,
-            },
-        )
-
-    def _schedule(
-        self, request: InferenceRequest, candidates: Candidates, prediction: Prediction | None, elapsed_ms: float
-    ) -> Decision:
-        context = Context(
-            request, candidates, prediction, self._rng, elapsed_ms, self._state.expected_output_tokens(request)
-        )
-        try:
-            return self.pipeline.run(context, self._options.listed_endpoints)
-        except Exception:  # a plugin's fault must not cost the request
-            self._fault("scheduling failed")
-            return _least_loaded(candidates, self._options.listed_endpoints)
-
     def _fault(self, event: str) -> None:
         """Count a fault of ours, and log it once in a while: each request may meet it, and a traceback is long."""
         self._metrics.scheduling_failed()
@@ -254,9 +214,7 @@ class Director:
     def _record(
         self,
         decision_id: str,
-        request: InferenceRequest,
-        candidates: Candidates,
-        rows: FloatMatrix,
+        prepared: Prepared,
         prediction: Prediction | None,
         decision: Decision,
         received_ms: float,
@@ -264,40 +222,25 @@ class Director:
     ) -> DecisionMetadata:
         """Write the decision down: for those who ask the router, and for the one that learns from it."""
         decision_ms = self._clock.monotonic_ms() - received_ms
-        rung = prediction.rung if prediction else Rung.HEURISTIC
-        bundle_version = prediction.bundle_version if prediction else None
-        metadata = DecisionMetadata(
-            version=DECISION_VERSION,
-            decision_id=decision_id,
-            pool=self._options.pool,
-            model=request.model,
+        metadata = self._core.describe(
+            decision_id,
+            prepared,
+            prediction,
+            decision,
             received_unix_ms=received_unix_ms,
-            queue_ms=0.0,
             decision_ms=decision_ms,
-            ttft_slo_ms=request.slo.ttft_ms,
-            tpot_slo_ms=request.slo.tpot_ms,
-            priority=request.priority,
-            rung=rung,
-            bundle_version=bundle_version,
-            schema_hash=SCHEMA.hash,
-            propensity=decision.propensity,
-            streamed=request.streamed,
-            endpoints=tuple(
-                ListedEndpoint(candidates.addresses[i], encode_row(rows[i]), prediction.of(i) if prediction else None)
-                for i in decision.order
-            ),
         )
         self.decisions.add(
             DecisionRecord(
                 decision_id=decision_id,
                 received_unix_ms=received_unix_ms,
-                model=request.model,
-                input_tokens=request.input_tokens,
-                rung=rung,
-                bundle_version=bundle_version,
+                model=metadata.model,
+                input_tokens=prepared.request.input_tokens,
+                rung=metadata.rung,
+                bundle_version=metadata.bundle_version,
                 decision_ms=decision_ms,
-                addresses=candidates.addresses,
-                rows=rows,
+                addresses=prepared.candidates.addresses,
+                rows=prepared.rows,
                 predictions=prediction.columns if prediction else {},
                 decision=decision,
             )
@@ -307,7 +250,7 @@ class Director:
     def _pass_through(self, head: RequestHead, received_unix_ms: float) -> Routed:
         """A request that names no model (`GET /v1/models`, files): the least loaded endpoint, nothing learned."""
         candidates = self._state.any_candidates(head.subset, self._clock.monotonic_ms())
-        decision = _least_loaded(candidates, self._options.listed_endpoints)
+        decision = least_loaded(candidates, self._options.listed_endpoints)
         self._metrics.passed_through()
         destinations = tuple(candidates.addresses[i] for i in decision.order)
         return Routed(
@@ -339,23 +282,3 @@ class Director:
         predicted = (sample.prediction or {}).get("ttft_p50")
         if predicted and predicted > 0 and sample.ttft_ms:
             self.ttft_error.observe(predicted, sample.ttft_ms)
-
-
-def _at(prediction: Prediction | None, output: str, candidate: int) -> float | None:
-    column = prediction.get(output) if prediction else None
-    return None if column is None else float(column[candidate])
-
-
-def _least_loaded(candidates: Candidates, count: int) -> Decision:
-    """The decision that needs no plugin: fewest requests under way first."""
-    load = candidates.pending_requests + candidates.decoding_requests
-    return Decision(
-        order=tuple(load.argsort(kind="stable")[:count].tolist()),
-        propensity=1.0,
-        profile="least-loaded",
-        used_fallback=True,
-        alive=np.ones(len(candidates), np.bool_),
-        total=-load,
-        opinions=(),
-        narrowings=(),
-    )

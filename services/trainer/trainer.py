@@ -14,34 +14,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, Final
 
-import numpy as np
 import structlog
 from redis.exceptions import RedisError
 
-from services.trainer.basis import backlog_tokens
-from services.trainer.calibrate import Calibrator, OutputLengths
 from services.trainer.champion import Champion
 from services.trainer.consumer import SampleConsumer
-from services.trainer.cycle import CycleReport, observe_rows, run_cycle, warmed
-from services.trainer.intake import Intake, LabelHealth, Taken
+from services.trainer.cycle import CycleReport, run_cycle
+from services.trainer.intake import Intake, Taken
+from services.trainer.learner import Learner
 from services.trainer.lease import Lease, LeaseLostError
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.publish import BundleStore
 from services.trainer.settings import TrainerSettings
-from services.trainer.window import SampleWindow
 from shared.cancellation import raise_if_cancelled
 from shared.clock import Clock
 from shared.errors import ContractError
-from shared.features import SCHEMA, FloatMatrix
+from shared.features import SCHEMA
 from shared.lifecycle import Readiness
-from shared.prediction import TARGETS, plausible
+from shared.prediction import TARGETS
 
 STORE: Final = "redis"
 WINDOW: Final = "window"
 _RETRY_S: Final = 0.5
 _DECISIONS_KEPT: Final = 50
-# A model from fewer rows serves, but is still called warming.
-READY_SAMPLES: Final = 100
 
 
 class Trainer:
@@ -64,9 +59,7 @@ class Trainer:
         self._readiness = readiness
         self._clock = clock
         self._log = structlog.get_logger()
-        self._window = SampleWindow(bin_rows=settings.window_bin_rows)
-        self._lengths = OutputLengths(settings.cycle_options().calibration.output_rate)
-        self._health = LabelHealth()
+        self._learner = Learner(settings.cycle_options(), settings.cadence(), window_bin_rows=settings.window_bin_rows)
         self._consumer = SampleConsumer(
             settings,
             Intake(settings.pool, remembered=settings.remembered_ids),
@@ -77,25 +70,20 @@ class Trainer:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="fit")
         self._active = False
         self._store_failing = False
-        self._champion: Champion | None = None
-        self._calibrator: Calibrator | None = None
         self._published: str | None = None
         self._sequence = 0
         self._calibrated_samples = -1
-        self._fitted_total = 0
-        self._last_fit_ms: float | None = None
-        self._last_created_ms = 0.0
         self._next_store_check_ms = 0.0
         self._adopted = asyncio.Event()
         self._report: CycleReport | None = None
         self._champion_report: CycleReport | None = None
         self._decisions: deque[dict[str, Any]] = deque(maxlen=_DECISIONS_KEPT)
         metrics.watch(
-            window_rows=self._window.known,
+            window_rows=self._learner.window.known,
             calibration_sequence=lambda: self._sequence,
             active=lambda: self._active,
             bundle_age_ms=self._bundle_age_ms,
-            degenerate_share=lambda: self._health.degenerate_share,
+            degenerate_share=lambda: self._learner.health.degenerate_share,
         )
 
     async def run(self) -> None:
@@ -161,90 +149,48 @@ class Trainer:
         self._sequence = max(self._sequence, await self._store.calibration_sequence())
         self._store_answered()
         self._readiness.unmet(WINDOW, "rebuilding from the stream")
-        if saved is not None and (self._champion is None or saved.version != self._champion.version):
-            self._champion = saved
+        if saved is not None and self._learner.restore(saved):
             self._published = saved.version
-            self._last_created_ms = max(self._last_created_ms, saved.bundle.manifest.created_unix_ms)
-            options = self._settings.cycle_options().calibration
-            self._calibrator = Calibrator(options, saved.version, saved.model.outputs)
             self._log.info("saved bundle loaded", version=saved.version)
 
     # Intake
 
     def take(self, batch: Sequence[Taken], replayed: bool) -> None:
         """Put a batch into the window and let the calibration see it; `replayed` ones are seen when all are in."""
-        for taken in batch:
-            if taken.censored_ms is not None:
-                self._window.add_censored(taken.row, taken.censored_ms)
-                self._metrics.censored.inc()
-                continue
-            self._window.add(taken.row, taken.targets, taken.sample.endpoint)
-            self._metrics.samples.inc()
-            self._health.observe(taken.sample)
-            if taken.sample.output_tokens:
-                self._lengths.observe(taken.sample.model, taken.sample.output_tokens)
-        if not replayed:
-            self._calibrate([taken for taken in batch if taken.censored_ms is None])
-
-    def _calibrate(self, batch: Sequence[Taken]) -> None:
-        if self._champion is None or self._calibrator is None or not batch:
-            return
-        rows: FloatMatrix = np.stack([taken.row for taken in batch])
-        answers = self._champion.model.predict(rows)
-        if not plausible(answers):
-            return  # a saved bundle that answers nonsense: nothing to learn of it, and the next fit replaces it
-        predictions, outputs = answers.tolist(), self._champion.model.outputs
-        for taken, predicted, backlog in zip(batch, predictions, backlog_tokens(rows).tolist(), strict=True):
-            named = dict(zip(outputs, predicted, strict=True))
-            self._calibrator.observe(named, taken.targets, backlog, taken.sample.endpoint)
+        self._learner.take(batch, replayed=replayed)
+        censored = sum(taken.censored_ms is not None for taken in batch)
+        self._metrics.censored.inc(censored)
+        self._metrics.samples.inc(len(batch) - censored)
 
     def _on_rebuilt(self) -> None:
         self._readiness.met(WINDOW)
-        if self._champion is not None:
-            options = self._settings.cycle_options().calibration
-            self._calibrator = warmed(self._window.snapshot(), self._champion, options)
+        self._learner.rebuilt()
 
     # Training
 
     async def _train(self) -> None:
-        cadence = self._settings.cadence()
         pause_s = min(0.5, self._settings.retrain_interval_ms / 4e3)
         while True:
             await asyncio.sleep(pause_s)
-            if not self._consumer.rebuilt:
-                continue
-            due, _ = cadence.due(
-                now_ms=self._clock.monotonic_ms(),
-                last_fit_ms=self._last_fit_ms,
-                samples=len(self._window),
-                new_samples=self._window.total - self._fitted_total,
-                saved=self._champion is not None and self._champion.saved,
-            )
-            if due:
+            if self._consumer.rebuilt and self._learner.due(self._clock.monotonic_ms()):
                 await self._cycle()
 
     async def _cycle(self) -> None:
-        self._last_fit_ms = self._clock.monotonic_ms()
-        snapshot = self._window.snapshot()
-        self._fitted_total = snapshot.total
-        # Versions sort by time, also where the clock steps back.
-        self._last_created_ms = max(self._clock.unix_ms(), self._last_created_ms + 1.0)
-        loop, options = asyncio.get_running_loop(), self._settings.cycle_options()
+        began_ms = self._clock.monotonic_ms()
+        snapshot, created_unix_ms = self._learner.begin(began_ms, self._clock.unix_ms())
+        loop = asyncio.get_running_loop()
         try:
             report = await loop.run_in_executor(
-                self._worker, run_cycle, snapshot, self._champion, options, self._last_created_ms
+                self._worker, run_cycle, snapshot, self._learner.champion, self._learner.options, created_unix_ms
             )
         except Exception:  # whatever a library raises on these rows: the champion stays, and new rows get a new try
-            self._metrics.cycle_ended("error", self._clock.monotonic_ms() - self._last_fit_ms, 0.0)
+            self._metrics.cycle_ended("error", self._clock.monotonic_ms() - began_ms, 0.0)
             self._log.exception("cycle failed", samples=len(snapshot))
             return
         self._report = report
         self._record(report)
-        if report.champion is None or report.calibrator is None:
+        if not self._learner.adopt(report, snapshot):
             return
-        since = self._window.snapshot(newer_than=snapshot.total)
-        observe_rows(report.calibrator, report.champion, since, 0)
-        self._champion, self._calibrator = report.champion, report.calibrator
         self._champion_report = report
         for target in TARGETS:
             if target in report.metrics:
@@ -294,7 +240,7 @@ class Trainer:
             raise_if_cancelled()
 
     async def _publish_bundle(self) -> None:
-        champion = self._champion
+        champion = self._learner.champion
         if champion is None:
             return
         now_ms = self._clock.monotonic_ms()
@@ -314,15 +260,15 @@ class Trainer:
         self._log.info("bundle published", version=champion.version, outputs=champion.model.outputs)
 
     async def _publish_calibration(self) -> None:
-        calibrator = self._calibrator
+        calibrator = self._learner.calibrator
         if calibrator is None or calibrator.bundle_version != self._published:
             return
         if calibrator.samples == self._calibrated_samples:
             return
         samples = calibrator.samples
-        calibration = calibrator.calibration(
-            self._settings.pool, self._sequence + 1, self._clock.unix_ms(), self._lengths.tokens()
-        )
+        calibration = self._learner.calibration(self._settings.pool, self._sequence + 1, self._clock.unix_ms())
+        if calibration is None:
+            return
         await self._store.publish_calibration(calibration)
         self._sequence = calibration.sequence
         self._calibrated_samples = samples
@@ -346,43 +292,42 @@ class Trainer:
     @property
     def state(self) -> str:
         """`cold` without a bundle, `warming` on a saved one or one from few rows, else `ready`."""
-        if self._champion is None:
-            return "cold"
-        few = self._champion.bundle.manifest.window_samples < READY_SAMPLES
-        return "warming" if self._champion.saved or few else "ready"
+        return self._learner.state
 
     def status(self) -> dict[str, Any]:
         """What `/v1/model` shows."""
-        champion, report = self._champion, self._report
+        learner, report = self._learner, self._report
+        champion, calibrator, window = learner.champion, learner.calibrator, learner.window
         return {
             "pool": self._settings.pool,
             "state": self.state,
             "active": self._active,
             "schema": SCHEMA.hash,
-            "samples_needed": self._settings.cadence().needed(saved=champion is not None and champion.saved),
+            "samples_needed": learner.cadence.needed(saved=champion is not None and champion.saved),
             "bundle": _describe(champion, self._bundle_age_ms(), self._published) if champion else None,
-            "live": {t: asdict(e) for t, e in self._calibrator.live().items()} if self._calibrator else {},
+            "live": {t: asdict(e) for t, e in calibrator.live().items()} if calibrator else {},
             "champion_fit": report_view(self._champion_report) if self._champion_report else None,
             "last_cycle": report_view(report) if report else None,
             "decisions": list(self._decisions),
             "window": {
-                "rows": len(self._window),
-                "taken": self._window.total,
-                "by_target": {target: self._window.known(target) for target in TARGETS},
-                **self._window.composition(),
+                "rows": len(window),
+                "taken": window.total,
+                "by_target": {target: window.known(target) for target in TARGETS},
+                **window.composition(),
             },
-            "calibration": {"sequence": self._sequence, "expected_output_tokens": self._lengths.tokens()},
+            "calibration": {"sequence": self._sequence, "expected_output_tokens": learner.lengths.tokens()},
             "labels": {
-                "healthy": self._health.healthy,
-                "ttft_nearly_e2e_share": self._health.degenerate_share,
+                "healthy": learner.health.healthy,
+                "ttft_nearly_e2e_share": learner.health.degenerate_share,
             },
             "stream_connected": self._consumer.connected,
         }
 
     def _bundle_age_ms(self) -> float | None:
-        if self._champion is None:
+        champion = self._learner.champion
+        if champion is None:
             return None
-        return max(0.0, self._clock.unix_ms() - self._champion.bundle.manifest.created_unix_ms)
+        return max(0.0, self._clock.unix_ms() - champion.bundle.manifest.created_unix_ms)
 
 
 def _describe(champion: Champion, age_ms: float | None, published: str | None) -> dict[str, Any]:

@@ -165,7 +165,7 @@ async def test_a_plugin_that_fails_costs_no_request() -> None:
     assert director._state.in_flight == 1
 
 
-@pytest.mark.parametrize("part", ["_rows", "_record", "dispatch", "prefixes"])
+@pytest.mark.parametrize("part", ["expected_output_tokens", "_record", "dispatch", "prefixes"])
 async def test_a_fault_of_ours_costs_no_request_and_leaves_nothing_in_the_ledger(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +174,7 @@ async def test_a_fault_of_ours_costs_no_request_and_leaves_nothing_in_the_ledger
 
     director = make(FakeLadder([1.0, 2.0, 3.0]))
     state = director._state
-    where: Any = {"_rows": director, "_record": director, "dispatch": state}.get(part, state.prefixes)
+    where: Any = director if part == "_record" else state.prefixes if part == "prefixes" else state
     monkeypatch.setattr(where, "insert" if part == "prefixes" else part, fail)
     result = await routed(director)
     assert len(result.destinations) == 3
@@ -294,7 +294,7 @@ async def test_an_alias_of_a_model_that_nobody_serves_is_a_404() -> None:
 
 async def test_an_alias_is_rewritten_though_the_decision_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     director = make(FakeLadder([1.0, 2.0, 3.0]), aliases=ALIASES)
-    monkeypatch.setattr(director, "_rows", lambda *_: 1 / 0)
+    monkeypatch.setattr(director._state, "expected_output_tokens", lambda *_: 1 / 0)
     result = await routed(director, content=body(model="fast"))
     assert (result.metadata, result.body) == (None, body(model="m"))
 
