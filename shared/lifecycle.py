@@ -35,12 +35,16 @@ EXIT_CONFIGURATION = 78  # EX_CONFIG of sysexits.h
 
 
 class Readiness:
-    """Named conditions a service waits for. Ready when none is unmet; each says why."""
+    """Named conditions a service waits for. Ready when none is unmet; each says why.
 
-    __slots__ = ("_unmet", "stopping")
+    What a service can do without for a while is reported beside them as degraded, and doesn't make it unready.
+    """
+
+    __slots__ = ("_degraded", "_unmet", "stopping")
 
     def __init__(self, *conditions: str) -> None:
         self._unmet = dict.fromkeys(conditions, "not yet")
+        self._degraded: dict[str, str] = {}
         self.stopping = False
 
     def met(self, condition: str) -> None:
@@ -48,6 +52,13 @@ class Readiness:
 
     def unmet(self, condition: str, reason: str) -> None:
         self._unmet[condition] = reason
+
+    def degraded(self, part: str, reason: str | None) -> None:
+        """Say what works less well at the moment, and why; None: it works again."""
+        if reason is None:
+            self._degraded.pop(part, None)
+        else:
+            self._degraded[part] = reason
 
     @property
     def ready(self) -> bool:
@@ -57,7 +68,10 @@ class Readiness:
         waiting = dict(self._unmet)
         if self.stopping:
             waiting["service"] = "stopping"
-        return {"ready": self.ready, "waiting_for": waiting}
+        report: dict[str, Any] = {"ready": self.ready, "waiting_for": waiting}
+        if self._degraded:
+            report["degraded"] = dict(self._degraded)
+        return report
 
 
 def run(

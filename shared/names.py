@@ -68,11 +68,21 @@ ROWS_CONTENT_TYPE: Final = "application/octet-stream"
 SAMPLES_STREAM: Final = "LEADTIME_SAMPLES"
 SAMPLES_SUBJECTS: Final = "leadtime.samples.v1.>"
 DEDUP_HEADER: Final = "Nats-Msg-Id"
+DEAD_STREAM: Final = "LEADTIME_DEAD"
+DEAD_SUBJECTS: Final = "leadtime.dead.v1.>"
+# Headers of a dead letter: why, and which message of which stream it was
+DEAD_REASON_HEADER: Final = "Leadtime-Reason"
+DEAD_SOURCE_HEADER: Final = "Leadtime-Source"
 
 
 def samples_subject(pool: str) -> str:
     """Subject of a pool's completed-request samples."""
     return f"leadtime.samples.v1.{pool}"
+
+
+def dead_subject(pool: str) -> str:
+    """Subject of what came on a pool's samples' subject and can't be used."""
+    return f"leadtime.dead.v1.{pool}"
 
 
 def trainer_durable(pool: str) -> str:

@@ -19,6 +19,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from shared.errors import ConfigurationError
 from shared.names import validate_pool
+from shared.streams import (
+    DUPLICATE_WINDOW_S,
+    MAX_AGE_S,
+    MAX_DEAD_BYTES,
+    MAX_SAMPLES_PER_POOL,
+    MAX_STREAM_BYTES,
+    StreamLimits,
+)
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
 PositiveMs = Annotated[float, Field(gt=0, le=3_600_000)]
@@ -106,6 +114,41 @@ class NatsSettings(_Block):
         if self.tls_ca_file or self.tls_cert_file:
             options["tls"] = tls_client_context(self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
         return options
+
+
+class StreamSettings(_Block):
+    """The streams on JetStream, the same for collector and trainer."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix="LEADTIME_STREAM_")
+
+    replicas: Annotated[int, Field(ge=1, le=5)] = 1
+    """Servers that hold each message; more than 1 needs a NATS cluster."""
+    max_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 40)] = MAX_STREAM_BYTES
+    max_age_s: Annotated[float, Field(ge=60, le=366 * 86_400)] = MAX_AGE_S
+    max_samples_per_pool: Annotated[int, Field(ge=1_000, le=10_000_000)] = MAX_SAMPLES_PER_POOL
+    """What a trainer can rebuild its window from; four windows by default."""
+    duplicate_window_s: Annotated[float, Field(ge=1, le=3_600)] = DUPLICATE_WINDOW_S
+    """Doubles of a decision id within this time vanish in the server; it remembers every id for so long."""
+    dead_max_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 40)] = MAX_DEAD_BYTES
+    """Room for messages that can't be used."""
+    migrate: bool = True
+    """Whether streams that are there are changed to these settings; off: differences are only reported."""
+
+    @model_validator(mode="after")
+    def _window_within_age(self) -> Self:
+        if self.duplicate_window_s > self.max_age_s:
+            raise ValueError("duplicate_window_s is beyond max_age_s")
+        return self
+
+    def limits(self) -> StreamLimits:
+        return StreamLimits(
+            self.replicas,
+            self.max_bytes,
+            self.max_age_s,
+            self.max_samples_per_pool,
+            self.duplicate_window_s,
+            self.dead_max_bytes,
+        )
 
 
 class RedisSettings(_Block):

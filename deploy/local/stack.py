@@ -34,7 +34,7 @@ TRAINER_NICE: Final = 10
 """On two cores a fit would otherwise take time slices from requests under way."""
 _PROBE_TIMEOUT_S: Final = 2.0
 _PREFIXES: Final = tuple(
-    f"LEADTIME_{block}_" for block in ("ROUTER", "COLLECTOR", "TRAINER", "PREDICTOR", "NATS", "REDIS", "LOG")
+    f"LEADTIME_{block}_" for block in ("ROUTER", "COLLECTOR", "TRAINER", "PREDICTOR", "NATS", "STREAM", "REDIS", "LOG")
 )
 # Stopped in this order: first what takes requests in, last what the others write to.
 _TIER_EDGE, _TIER_SERVICES, _TIER_STORES = 0, 1, 2
@@ -422,7 +422,10 @@ class Stack:
             )
             for number, port in enumerate(at.predictors_http, start=1)
         ]
-        collector = service("collector", {"ALS_PORT": at.collector_als, "HTTP_PORT": at.collector_http})
+        collector = service(
+            "collector",
+            {"ALS_PORT": at.collector_als, "HTTP_PORT": at.collector_http, "SPOOL_DIR": self._store_dir / "spool"},
+        )
         trainer = service("trainer", {"HTTP_PORT": at.trainer_http}, nice=TRAINER_NICE)
         router = service(
             "router",

@@ -1,7 +1,8 @@
 """Composition root of the collector: access logs and posted samples in, JetStream out.
 
 Flow: `intake` (gRPC) → `envoy_log` (plain entry) → `validate` (sample or reason) → `publisher` (JetStream). It serves
-from the first moment, whether NATS is there or not. On a stop: intake first, then HTTP, then what is left goes out.
+from the first moment, whether NATS is there or not. On a stop: intake first, then HTTP, then what is left goes out, or
+to the spool.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from services.collector.intake import AccessLogIntake, serve_access_logs
 from services.collector.metrics import CollectorMetrics
 from services.collector.publisher import READY_CONDITION, Publisher
 from services.collector.settings import CollectorSettings
+from services.collector.spooling import Spooling
 from services.collector.validate import Probes, judge
 from shared.clock import SystemClock
 from shared.lifecycle import Readiness, probe_app, run, serve_http
@@ -30,8 +32,12 @@ async def build(settings: CollectorSettings, stop: asyncio.Event) -> None:
     clock = SystemClock()
     registry = CollectorRegistry()
     metrics = CollectorMetrics(registry, settings.pool)
+    spooling = await Spooling.open(settings, metrics, clock)
     readiness = Readiness(READY_CONDITION)
-    publisher = Publisher(settings, metrics, readiness, clock)
+    if spooling is not None:
+        readiness.met(READY_CONDITION)
+        readiness.degraded(READY_CONDITION, "not yet")
+    publisher = Publisher(settings, metrics, readiness, clock, spooling)
     probes = Probes(_listed(settings.probe_user_agents), frozenset(_listed(settings.probe_paths)))
 
     def take(entry: AccessLogEntry) -> None:

@@ -89,6 +89,24 @@ class CollectorMetrics:
         self.publish_retries = Counter(
             "leadtime_collector_publish_retries", "Samples to be sent again", ("reason",), registry=registry
         )
+        self.spool_samples = Counter(
+            "leadtime_collector_spool_samples",
+            "Samples by their way through the spool: written to disk, read back, settled",
+            ("event",),
+            registry=registry,
+        )
+        self.spool_failures = Counter(
+            "leadtime_collector_spool_failures", "Failed uses of the spool", ("reason",), registry=registry
+        )
+        for event in ("written", "read", "settled"):
+            self.spool_samples.labels(event)
+        for reason in ("full", "no_space", "io"):
+            self.spool_failures.labels(reason)
+        self.spool_damaged = Counter(
+            "leadtime_collector_spool_damaged_bytes", "Bytes of the spool that were no whole record", registry=registry
+        )
+        self._spooled = Gauge("leadtime_collector_spooled_samples", "Samples on the disk", registry=registry)
+        self._spool_bytes = Gauge("leadtime_collector_spool_bytes", "Size of the spool", registry=registry)
         self.nats_errors = Counter("leadtime_collector_nats_errors", "Errors of the NATS client", registry=registry)
         self.stream_differs = Gauge(
             "leadtime_collector_stream_differs", "1 if the stream is configured otherwise", registry=registry
@@ -167,6 +185,11 @@ class CollectorMetrics:
         """Read the outbox's depth when the metrics are scraped."""
         self._waiting.set_function(waiting)
         self._outstanding.set_function(outstanding)
+
+    def watch_spool(self, samples: Callable[[], float], size_bytes: Callable[[], float]) -> None:
+        """Read the spool's size when the metrics are scraped."""
+        self._spooled.set_function(samples)
+        self._spool_bytes.set_function(size_bytes)
 
     def count_entry(self, reason: Reason) -> None:
         """One access-log entry."""

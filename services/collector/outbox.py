@@ -6,7 +6,7 @@ out the oldest waiting one, which is counted. Samples are expendable, memory isn
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,6 +19,8 @@ class Fate(StrEnum):
     PUSHED_OUT = "pushed_out"
     REFUSED = "refused"
     ABANDONED = "abandoned"
+    SPOOLED = "spooled"
+    """On the disk, to be read back when JetStream takes samples again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +33,8 @@ class Parcel:
     settled: Callable[[Fate], None] | None = field(default=None, repr=False)
     sent_ms: float = 0.0
     attempts: int = 0
+    position: tuple[int, int] | None = None
+    """Its place in the spool, for one that was read from there."""
 
 
 class Outbox:
@@ -81,6 +85,18 @@ class Outbox:
             self._next_token += 1
             self._outstanding[token] = parcel
             yield token, parcel
+
+    def take_waiting(self, keep: int, limit: int) -> list[Parcel]:
+        """Remove up to `limit` of the oldest waiting parcels, as long as more than `keep` wait."""
+        count = min(limit, max(0, len(self._waiting) - keep))
+        return [self._waiting.popleft() for _ in range(count)]
+
+    def put_back(self, parcels: Sequence[Parcel]) -> list[Parcel]:
+        """Return what `take_waiting` gave to where it was; returns those for which there is no room now, the oldest."""
+        room = max(0, self._capacity - len(self._waiting) - len(self._outstanding))
+        kept = parcels[max(0, len(parcels) - room) :]
+        self._waiting.extendleft(reversed(kept))
+        return list(parcels[: len(parcels) - len(kept)])
 
     def settle(self, token: str) -> Parcel | None:
         """Remove a parcel that was answered; None for an answer that came after it was sent anew."""

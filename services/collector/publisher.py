@@ -3,14 +3,19 @@
 Samples come from access logs (`offer`, which never blocks and never fails) and from POSTs (`deliver`, which returns
 after the acknowledgement). One task pumps the outbox: as many in flight as the cap allows, acknowledgements over one
 inbox. The stream is made if it isn't there, again after every reconnect and after an answer that it is gone; one that
-exists with another configuration is reported and left alone.
+exists with another configuration is brought to the settings in place.
 
-Limits: while NATS is away samples wait in the bounded outbox; after a restart of the collector those are gone, as are
-entries that Envoy could not send. Delivery is at least once, doubles vanish within the stream's window of 2 minutes.
+While JetStream can't take samples, or too many wait, they go to the spool, where one is set: on disk, so that they
+survive this process, and a POST is answered once they are there. They come back through the outbox.
+
+Limits: without a spool, or when it is full, samples wait in the bounded outbox and die with the process; entries that
+Envoy could not send are gone. Delivery is at least once, doubles vanish within the stream's window of 2 minutes, later
+ones at the trainer, which remembers ids.
 """
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -18,17 +23,20 @@ import nats
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
 from services.collector.metrics import CollectorMetrics
 from services.collector.outbox import Fate, Outbox, Parcel
 from services.collector.settings import CollectorSettings
+from services.collector.spool import Record
+from services.collector.spooling import Spooling
 from shared import names
 from shared.clock import Clock
 from shared.lifecycle import Readiness
 from shared.samples import LatencySample, encode_sample
-from shared.streams import samples_stream_config
+from shared.streams import migration, samples_stream_config
 
 READY_CONDITION: Final = "nats"
 _TICK_S: Final = 0.5
@@ -36,6 +44,11 @@ _RETRY_S: Final = 1.0
 _NO_RESPONDERS: Final = "503"
 _BAD_REQUEST: Final = 400
 """JetStream's code for a message that is itself at fault: no repetition makes it acceptable."""
+
+
+_KEPT: Final = frozenset({Fate.ACKNOWLEDGED, Fate.DUPLICATE, Fate.SPOOLED})
+_DONE: Final = frozenset({Fate.ACKNOWLEDGED, Fate.DUPLICATE, Fate.REFUSED})
+_SPOOL_BATCH: Final = 1_000
 
 
 class NotDeliveredError(Exception):
@@ -49,21 +62,19 @@ class _Ack(msgspec.Struct):
     error: dict[str, Any] | None = None
 
 
-def differences(found: StreamConfig) -> list[str]:
-    """What an existing stream has otherwise than we would make it, as `field: found, wanted`."""
-    return [
-        f"{field}: {getattr(found, field)}, wanted {wanted}"
-        for field, wanted in samples_stream_config().items()
-        if getattr(found, field) != wanted
-    ]
-
-
 class Publisher:
     """Owns the connection to NATS and the outbox. `run` is its one task; the other methods are for the same loop."""
 
     def __init__(
-        self, settings: CollectorSettings, metrics: CollectorMetrics, readiness: Readiness, clock: Clock
+        self,
+        settings: CollectorSettings,
+        metrics: CollectorMetrics,
+        readiness: Readiness,
+        clock: Clock,
+        spooling: Spooling | None = None,
     ) -> None:
+        self._spooling = spooling
+        self._draining = False
         self._settings = settings
         self._metrics = metrics
         self._readiness = readiness
@@ -76,6 +87,7 @@ class Publisher:
         self._ensured_ms = 0.0
         self._next_attempt_ms = 0.0
         self._inbox = ""
+        self._wanted = samples_stream_config(settings.stream.limits())
         self._decoder = msgspec.json.Decoder(_Ack)
         self._log = structlog.get_logger()
         metrics.watch_outbox(lambda: self._outbox.waiting, lambda: self._outbox.outstanding)
@@ -90,9 +102,12 @@ class Publisher:
         self._enqueue(_parcel(sample))
 
     async def deliver(self, samples: list[LatencySample]) -> list[bool]:
-        """Publish and await every acknowledgement; says of each whether it was new. Raises NotDeliveredError."""
-        if not self.connected:
-            raise NotDeliveredError("no connection to NATS, or no stream there")
+        """Publish and await every acknowledgement, or the disk; says of each whether it was new, as far as known.
+
+        Raises NotDeliveredError.
+        """
+        if not self.connected and (self._spooling is None or not self._spooling.usable):
+            raise NotDeliveredError("no connection to NATS, or no stream there, and no room on disk")
         loop = asyncio.get_running_loop()
         fates: list[asyncio.Future[Fate]] = []
         for sample in samples:
@@ -106,10 +121,10 @@ class Publisher:
                 settled = await asyncio.gather(*fates)
         except TimeoutError:
             raise NotDeliveredError("JetStream didn't acknowledge in time") from None
-        lost = [fate for fate in settled if fate not in {Fate.ACKNOWLEDGED, Fate.DUPLICATE}]
+        lost = [fate for fate in settled if fate not in _KEPT]
         if lost:
             raise NotDeliveredError(f"{len(lost)} of {len(samples)} samples: {lost[0]}")
-        return [fate is Fate.ACKNOWLEDGED for fate in settled]
+        return [fate is not Fate.DUPLICATE for fate in settled]
 
     async def run(self, stop: asyncio.Event) -> None:
         """Connect, and pump until `stop` is set and the outbox is empty or the drain's time is over."""
@@ -123,6 +138,7 @@ class Publisher:
                         connecting = asyncio.create_task(self._connect_again(), name="nats connect")
                 await self._pump()
                 await self._pause()
+            self._draining = True
             deadline_ms = self._clock.monotonic_ms() + self._settings.drain_timeout_ms
             while not self._outbox.empty and self._clock.monotonic_ms() < deadline_ms:
                 await self._pump()
@@ -130,9 +146,11 @@ class Publisher:
         finally:
             for task in (connecting, stopping):
                 task.cancel()
-            left = self._outbox.abandon()
+            left = await self._spooled(self._outbox.abandon())
             for parcel in left:
                 self._leave(parcel, Fate.ABANDONED)
+            if self._spooling is not None:
+                await self._spooling.close()
             if left:
                 self._log.warning("samples left undelivered at the stop", samples=len(left))
             self._closing = True
@@ -170,12 +188,12 @@ class Publisher:
     async def _on_error(self, error: Exception) -> None:
         self._metrics.nats_errors.inc()
         if self._client is None or not self._client.is_connected:
-            self._readiness.unmet(READY_CONDITION, type(error).__name__)
+            self._unmet(type(error).__name__)
 
     async def _on_disconnected(self) -> None:
         self._stream_known = False
         again = self._outbox.retry_all()
-        self._readiness.unmet(READY_CONDITION, "disconnected")
+        self._unmet("disconnected")
         if not self._closing:
             self._log.warning("disconnected from NATS", to_send_again=again)
 
@@ -187,19 +205,24 @@ class Publisher:
     async def _pause(self) -> None:
         """Sleep until there is something to do; at most one tick, for time-outs."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_TICK_S):
+            async with asyncio.timeout(min(_TICK_S, self._settings.ack_timeout_ms / 4e3)):
                 await self._wake.wait()
         self._wake.clear()
 
     async def _pump(self) -> None:
         now_ms = self._clock.monotonic_ms()
-        if expired := self._outbox.retry_expired(now_ms, self._settings.ack_timeout_ms):
-            self._metrics.publish_retries.labels("timeout").inc(expired)
+        stalled = self._outbox.retry_expired(now_ms, self._settings.ack_timeout_ms)
+        if stalled:
+            self._metrics.publish_retries.labels("timeout").inc(stalled)
         client = self._client
-        if client is None or not client.is_connected or not self._inbox or now_ms < self._next_attempt_ms:
-            return
-        if not self._stream_known and not await self._ensure_stream(client):
+        able = client is not None and client.is_connected and bool(self._inbox) and now_ms >= self._next_attempt_ms
+        if able and client is not None and not self._stream_known and not await self._ensure_stream(client):
             self._next_attempt_ms = self._clock.monotonic_ms() + _RETRY_S * 1e3
+            able = False
+        if self._spooling is not None:
+            # What wasn't acknowledged in time goes to the disk: a stream that stalls must not hold a POST for long.
+            await self._exchange(self._spooling, sending=able and not stalled)
+        if not able or client is None:
             return
         for token, parcel in self._outbox.sendable(now_ms):
             try:
@@ -217,6 +240,40 @@ class Publisher:
                 self._next_attempt_ms = self._clock.monotonic_ms() + _RETRY_S * 1e3
                 return
 
+    async def _exchange(self, spooling: Spooling, *, sending: bool) -> None:
+        """Move to the disk what can't be sent now, or is too much to hold; read back when there is room."""
+        await spooling.flush()
+        half = self._settings.queue_samples // 2
+        while spooling.usable and (batch := self._outbox.take_waiting(half if sending else 0, _SPOOL_BATCH)):
+            if not_stored := await self._spooled(batch):
+                for parcel in self._outbox.put_back(not_stored):
+                    self._leave(parcel, Fate.PUSHED_OUT)
+                break
+        if not sending or self._draining:
+            return
+        room = min(self._settings.max_outstanding_acks, half) - self._outbox.waiting
+        if spooling.unread and room > 0:
+            for position, record in await spooling.read(room):
+                parcel = Parcel(record.decision_id, record.subject, record.payload, position=position)
+                self._enqueue(parcel)
+
+    async def _spooled(self, parcels: Sequence[Parcel]) -> list[Parcel]:
+        """Put parcels on the disk, or leave them there; returns those that aren't."""
+        spooling = self._spooling
+        if spooling is None:
+            return list(parcels)
+        fresh = [parcel for parcel in parcels if parcel.position is None]
+        for parcel in parcels:
+            if parcel.position is not None:
+                self._leave(parcel, Fate.SPOOLED)
+        if not fresh:
+            return []
+        if not await spooling.append([Record(each.decision_id, each.subject, each.payload) for each in fresh]):
+            return fresh
+        for parcel in fresh:
+            self._leave(parcel, Fate.SPOOLED)
+        return []
+
     async def _ensure_stream(self, client: Client) -> bool:
         """Make the stream if it isn't there. True when samples can be stored."""
         streams = client.jetstream(timeout=2.0)
@@ -224,21 +281,36 @@ class Publisher:
             try:
                 found = (await streams.stream_info(names.SAMPLES_STREAM)).config
             except NotFoundError:
-                found = (await streams.add_stream(StreamConfig(**samples_stream_config()))).config
+                found = (await streams.add_stream(StreamConfig(**self._wanted))).config
                 self._log.info("stream made", stream=names.SAMPLES_STREAM)
+            found = await self._migrated(streams, found)
         except (APIError, nats.errors.Error, TimeoutError, OSError) as error:
             reason = getattr(error, "description", None) or type(error).__name__
-            self._readiness.unmet(READY_CONDITION, f"stream {names.SAMPLES_STREAM}: {reason}")
+            self._unmet(f"stream {names.SAMPLES_STREAM}: {reason}")
             self._log.warning("stream can't be used", stream=names.SAMPLES_STREAM, reason=str(reason))
             return False
-        other = differences(found)
+        other = migration(found, self._wanted)
         self._metrics.stream_differs.set(bool(other))
         if other:
-            self._log.warning("stream is configured otherwise and stays so", differences=other)
+            self._log.warning("stream is configured otherwise and stays so", differences=other.describe())
         self._stream_known = True
         self._ensured_ms = self._clock.monotonic_ms()
         self._readiness.met(READY_CONDITION)
+        self._readiness.degraded(READY_CONDITION, None)
         return True
+
+    async def _migrated(self, streams: JetStreamContext, found: StreamConfig) -> StreamConfig:
+        """Bring a stream that is there to the settings; it stays as it is where JetStream won't have that."""
+        changes = migration(found, self._wanted).changes
+        if not changes or not self._settings.stream.migrate:
+            return found
+        try:
+            changed: StreamConfig = (await streams.update_stream(found.evolve(**changes))).config
+        except APIError as error:
+            self._log.warning("stream can't be changed", reason=error.description, changes=dict(changes))
+            return found
+        self._log.info("stream changed to the settings", stream=names.SAMPLES_STREAM, changes=dict(changes))
+        return changed
 
     async def _on_answer(self, message: Msg) -> None:
         token = message.subject.rpartition(".")[2]
@@ -267,9 +339,16 @@ class Publisher:
         self._outbox.retry(token)
         if self._stream_known:
             self._stream_known = False
-            self._readiness.unmet(READY_CONDITION, f"stream {names.SAMPLES_STREAM}: {reason}")
+            self._unmet(f"stream {names.SAMPLES_STREAM}: {reason}")
             # At once, unless a look just now found nothing wrong.
             self._next_attempt_ms = self._ensured_ms + _RETRY_S * 1e3
+
+    def _unmet(self, reason: str) -> None:
+        """JetStream can't take samples. With a spool that is no reason to be left out: nobody else could either."""
+        if self._spooling is None:
+            self._readiness.unmet(READY_CONDITION, reason)
+        else:
+            self._readiness.degraded(READY_CONDITION, reason)
 
     def _enqueue(self, parcel: Parcel) -> None:
         if (pushed_out := self._outbox.offer(parcel)) is not None:
@@ -278,6 +357,11 @@ class Publisher:
 
     def _leave(self, parcel: Parcel, fate: Fate) -> None:
         self._metrics.published.labels(fate.value).inc()
+        if parcel.position is not None and self._spooling is not None:
+            if fate in _DONE:
+                self._spooling.settle(parcel.position)
+            else:
+                self._spooling.give_back(parcel.position)
         if parcel.settled is not None:
             parcel.settled(fate)
 

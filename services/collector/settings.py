@@ -1,11 +1,12 @@
 """Settings of the collector: environment variables with the prefix LEADTIME_COLLECTOR_, beside the common blocks."""
 
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.settings import NatsSettings, Port, PositiveMs, ServiceSettings, is_loopback
+from shared.settings import NatsSettings, Port, PositiveMs, ServiceSettings, StreamSettings, is_loopback
 
 
 class CollectorSettings(ServiceSettings):
@@ -37,8 +38,13 @@ class CollectorSettings(ServiceSettings):
     """Samples sent and not yet acknowledged by JetStream."""
     ack_timeout_ms: PositiveMs = 5_000.0
     """How long a sent sample waits for its acknowledgement before it is sent again."""
-    drain_timeout_ms: PositiveMs = 5_000.0
+    drain_timeout_ms: PositiveMs = 3_000.0
     """How long a stopping collector goes on delivering what it holds."""
+    spool_dir: Path | None = None
+    """Directory where samples wait on disk while NATS can't take them; without one they wait in memory alone."""
+    spool_max_bytes: Annotated[int, Field(ge=64 * 1024, le=1 << 40)] = 256 * 1024 * 1024
+    """Most that the spool may hold, about 1 KB a sample; beyond it samples wait in memory, and POSTs are refused."""
+    stream: StreamSettings = Field(default_factory=StreamSettings)
     nats: NatsSettings = Field(default_factory=NatsSettings)
 
     @model_validator(mode="after")

@@ -2,7 +2,8 @@
 
 A start reads the newest samples through an ephemeral consumer without acknowledgements; the durable one goes on from
 there. Messages are acknowledged once the window holds them, never after training, so that a long fit causes no
-redelivery. A message that can't be a sample is terminated and counted, and blocks nothing.
+redelivery. A message that can't be a sample becomes a dead letter, is terminated and counted, and blocks nothing. A
+durable consumer that is there is brought to the settings, in place where JetStream allows it.
 
 Limits: nats-py's fetch of a partly filled batch returns only at its timeout, hence short ones; a silent consumer is
 asked about every 5 s, because a deleted one may give no sign. NATS may be away at the start or at any time.
@@ -18,21 +19,23 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
-from nats.js.errors import NotFoundError
+from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy, StreamConfig
+from nats.js.errors import APIError, NotFoundError
 
+from services.trainer.dead_letters import DeadLetters
 from services.trainer.intake import POISON, Intake, Reject, Taken
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.settings import TrainerSettings
 from shared.cancellation import raise_if_cancelled
 from shared.names import SAMPLES_STREAM, samples_subject, trainer_durable
-from shared.streams import samples_stream_config
+from shared.streams import migration, samples_stream_config
 
 RETRY_S: Final = 0.5
 IDLE_CHECK_S: Final = 5.0
 CALL_TIMEOUT_S: Final = 2.0
 REPLAY_IDLE_S: Final = 30.0
-MAX_ACK_PENDING: Final = 5_000
+# How much later JetStream sends a message again whose dead letter couldn't be stored.
+DEAD_LETTER_AGAIN_S: Final = 5.0
 # What a call of NATS may raise while it is away or at fault.
 _ERRORS: Final = (nats.errors.Error, TimeoutError, OSError)
 
@@ -56,6 +59,7 @@ class SampleConsumer:
         self._sink = sink
         self._on_rebuilt = on_rebuilt
         self._metrics = metrics
+        self._dead_letters = DeadLetters(settings.pool, settings.stream, metrics)
         self._log = structlog.get_logger()
         self._subject = samples_subject(settings.pool)
         self._durable = trainer_durable(settings.pool)
@@ -115,20 +119,23 @@ class SampleConsumer:
             await self._replay(stream)
             self.rebuilt = True
             self._on_rebuilt()
+        await self._dead_letters.ensure(stream)
         await self._ensure_durable(stream)
+        advisories = await self._dead_letters.watch(client, stream, self._durable)
         subscription = await stream.pull_subscribe_bind(durable=self._durable, stream=SAMPLES_STREAM)
         try:
             self._recovered()
-            await self._follow(subscription)
+            await self._follow(stream, subscription)
         finally:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await subscription.unsubscribe()
+                await advisories.unsubscribe()
 
     async def _ensure_stream(self, stream: JetStreamContext) -> None:
         try:
             info = await stream.stream_info(SAMPLES_STREAM)
         except NotFoundError:
-            info = await stream.add_stream(StreamConfig(**samples_stream_config()))
+            info = await stream.add_stream(StreamConfig(**samples_stream_config(self._settings.stream.limits())))
             self._log.info("stream made", stream=SAMPLES_STREAM)
         if info.created != self._stream_created:
             # Another stream than before counts from 1 again.
@@ -136,25 +143,48 @@ class SampleConsumer:
             self._last_sequence = 0
 
     async def _ensure_durable(self, stream: JetStreamContext) -> None:
-        with contextlib.suppress(NotFoundError):
-            await stream.consumer_info(SAMPLES_STREAM, self._durable)
-            return
         start: dict[str, Any] = {}
         if self._last_sequence:
             start = {"deliver_policy": DeliverPolicy.BY_START_SEQUENCE, "opt_start_seq": self._last_sequence + 1}
-        await stream.add_consumer(
-            SAMPLES_STREAM,
-            ConsumerConfig(
-                durable_name=self._durable,
-                filter_subject=self._subject,
-                ack_policy=AckPolicy.EXPLICIT,
-                ack_wait=self._settings.ack_wait_ms / 1e3,
-                max_deliver=self._settings.max_deliver,
-                max_ack_pending=MAX_ACK_PENDING,
-                **start,
-            ),
-        )
+        wanted = {
+            "filter_subject": self._subject,
+            "ack_policy": AckPolicy.EXPLICIT,
+            "ack_wait": self._settings.ack_wait_ms / 1e3,
+            "max_deliver": self._settings.max_deliver,
+            "max_ack_pending": self._settings.max_ack_pending,
+        }
+        with contextlib.suppress(NotFoundError):
+            info = await stream.consumer_info(SAMPLES_STREAM, self._durable)
+            if not await self._migrated(stream, info, wanted):
+                # What it had acknowledged stays so: its successor begins behind it.
+                after = info.ack_floor.stream_seq if info.ack_floor else 0
+                await stream.delete_consumer(SAMPLES_STREAM, self._durable)
+                start = {"deliver_policy": DeliverPolicy.BY_START_SEQUENCE, "opt_start_seq": after + 1}
+                await self._make_durable(stream, wanted, start)
+            return
+        await self._make_durable(stream, wanted, start)
+
+    async def _make_durable(self, stream: JetStreamContext, wanted: dict[str, Any], start: dict[str, Any]) -> None:
+        await stream.add_consumer(SAMPLES_STREAM, ConsumerConfig(durable_name=self._durable, **wanted, **start))
         self._log.info("durable consumer made", durable=self._durable, **start)
+
+    async def _migrated(self, stream: JetStreamContext, info: ConsumerInfo, wanted: dict[str, Any]) -> bool:
+        """Bring the durable consumer that is there to the settings; False if it must be made anew."""
+        found = info.config
+        if found is None:
+            return False
+        change = migration(found, wanted, fixed=frozenset({"ack_policy"}))
+        if not change:
+            return True
+        if change.fixed:
+            return False
+        try:
+            await stream.add_consumer(SAMPLES_STREAM, found.evolve(**change.changes))
+        except APIError as error:
+            self._log.warning("durable consumer can't be changed in place", reason=error.description)
+            return False
+        self._log.info("durable consumer changed to the settings", durable=self._durable, **change.changes)
+        return True
 
     async def _replay(self, stream: JetStreamContext) -> None:
         """Hand the newest samples of the stream to the sink, without acknowledgements."""
@@ -191,7 +221,7 @@ class SampleConsumer:
                 await stream.delete_consumer(SAMPLES_STREAM, info.name)
         self._log.info("window rebuilt from the stream", messages=received, skipped=skipped, taken=taken)
 
-    async def _follow(self, subscription: JetStreamContext.PullSubscription) -> None:
+    async def _follow(self, stream: JetStreamContext, subscription: JetStreamContext.PullSubscription) -> None:
         loop = asyncio.get_running_loop()
         checked_s = loop.time()
         while True:
@@ -202,17 +232,27 @@ class SampleConsumer:
                 self._metrics.redeliveries.inc(sum(message.metadata.num_delivered > 1 for message in messages))
                 _, poison = self._examine(messages, replayed=False)
                 for position, message in enumerate(messages):
-                    await (message.term() if position in poison else message.ack())
+                    if position not in poison:
+                        await message.ack()
+                for position, reason in poison.items():
+                    await self._bury(stream, messages[position], reason)
                 checked_s = loop.time()
             elif loop.time() - checked_s > IDLE_CHECK_S:
                 await subscription.consumer_info()
                 self._recovered()
                 checked_s = loop.time()
 
-    def _examine(self, messages: Sequence[Msg], *, replayed: bool) -> tuple[int, frozenset[int]]:
-        """Hand on what teaches; returns how many did, and the positions of poison."""
+    async def _bury(self, stream: JetStreamContext, message: Msg, reason: Reject) -> None:
+        """Out of the stream's way, after the samples of its batch: a dead letter first, and again later if it fails."""
+        if await self._dead_letters.send(stream, message.data, reason.value, message.metadata.sequence.stream):
+            await message.term()
+        else:
+            await message.nak(delay=DEAD_LETTER_AGAIN_S)
+
+    def _examine(self, messages: Sequence[Msg], *, replayed: bool) -> tuple[int, dict[int, Reject]]:
+        """Hand on what teaches; returns how many did, and the poison by its position."""
         taken: list[Taken] = []
-        poison: list[int] = []
+        poison: dict[int, Reject] = {}
         for position, message in enumerate(messages):
             outcome = self._intake.examine(message.data)
             if isinstance(outcome, Taken):
@@ -222,10 +262,10 @@ class SampleConsumer:
             if outcome is not Reject.DUPLICATE or not replayed:
                 self._metrics.rejected(outcome)
             if outcome in POISON:
-                poison.append(position)
+                poison[position] = outcome
         if taken:
             self._sink(taken, replayed)
-        return len(taken), frozenset(poison)
+        return len(taken), poison
 
     def _failed(self, error: Exception) -> None:
         self._metrics.stream_failed()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.trainer.intake import Reject
+from services.trainer.intake import POISON, Reject
 from shared.prediction import TARGETS
 from shared.telemetry import seconds
 
@@ -28,6 +28,12 @@ class TrainerMetrics:
         self.redeliveries = Counter(
             "leadtime_trainer_redeliveries_total", "Messages that JetStream had to send again.", registry=registry
         )
+        self.dead_letters = Counter(
+            "leadtime_trainer_dead_letters_total", "Messages moved out of the way, or not.", ["reason"],
+            registry=registry,
+        )  # fmt: skip
+        for letter in (*sorted(POISON), "max_deliver", "failed"):
+            self.dead_letters.labels(letter)
         self._stream_errors = Counter(
             "leadtime_trainer_stream_errors_total", "Failed calls of NATS or JetStream.", registry=registry
         )

@@ -9,7 +9,7 @@ from services.trainer.cadence import Cadence
 from services.trainer.calibrate import CalibrationOptions
 from services.trainer.cycle import CycleOptions
 from services.trainer.train import FitOptions
-from shared.settings import NatsSettings, RedisSettings, ServiceSettings
+from shared.settings import NatsSettings, RedisSettings, ServiceSettings, StreamSettings
 
 
 class TrainerSettings(ServiceSettings):
@@ -54,8 +54,8 @@ class TrainerSettings(ServiceSettings):
     """Least time between two published calibrations."""
     store_check_interval_ms: Annotated[float, Field(ge=100, le=600_000)] = 5_000.0
     """How often the trainer looks whether Redis still has the bundle, and publishes it again if not."""
-    lease_ttl_ms: Annotated[float, Field(ge=500, le=60_000)] = 10_000.0
-    """A trainer that can't renew its lease for so long is replaced by a standby."""
+    lease_ttl_ms: Annotated[float, Field(ge=500, le=60_000)] = 8_000.0
+    """A trainer that can't renew its lease for so long is replaced by a standby, within 4/3 of it."""
     fetch_samples: Annotated[int, Field(ge=2, le=5_000)] = 256
     """Samples taken from JetStream in one call."""
     fetch_timeout_ms: Annotated[float, Field(ge=50, le=10_000)] = 250.0
@@ -63,7 +63,10 @@ class TrainerSettings(ServiceSettings):
     ack_wait_ms: Annotated[float, Field(ge=1_000, le=600_000)] = 30_000.0
     """JetStream sends a sample again that isn't acknowledged after so long."""
     max_deliver: Annotated[int, Field(ge=2, le=100)] = 5
-    """JetStream gives a sample up after so many deliveries."""
+    """JetStream gives a sample up after so many deliveries; it becomes a dead letter."""
+    max_ack_pending: Annotated[int, Field(ge=10, le=100_000)] = 5_000
+    """Samples that JetStream may have delivered and not yet seen acknowledged."""
+    stream: StreamSettings = Field(default_factory=StreamSettings)
     nats: NatsSettings = Field(default_factory=NatsSettings)
     redis: RedisSettings = Field(default_factory=RedisSettings)
 

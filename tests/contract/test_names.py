@@ -46,12 +46,17 @@ CONSTANTS = {
     "SAMPLES_STREAM": "LEADTIME_SAMPLES",
     "SAMPLES_SUBJECTS": "leadtime.samples.v1.>",
     "DEDUP_HEADER": "Nats-Msg-Id",
+    "DEAD_STREAM": "LEADTIME_DEAD",
+    "DEAD_SUBJECTS": "leadtime.dead.v1.>",
+    "DEAD_REASON_HEADER": "Leadtime-Reason",
+    "DEAD_SOURCE_HEADER": "Leadtime-Source",
     "BUNDLES_CHANNEL": "leadtime:bundles",
     "CALIBRATIONS_CHANNEL": "leadtime:calibrations",
 }
 
 BUILT = {
     "samples_subject": (("chat",), "leadtime.samples.v1.chat"),
+    "dead_subject": (("chat",), "leadtime.dead.v1.chat"),
     "trainer_durable": (("chat",), "leadtime-trainer-chat"),
     "bundle_key": (
         ("chat", "0123456789abcdef", "1796025524000-0a1b2c3d"),

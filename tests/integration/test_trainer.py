@@ -1,5 +1,6 @@
 """The trainer against a real NATS with JetStream and a real Redis-protocol server."""
 
+import asyncio
 import contextlib
 import signal
 import sys
@@ -10,14 +11,20 @@ import msgspec
 import orjson
 import pytest
 import redis.asyncio
+from nats.js.api import AckPolicy, ConsumerConfig, StreamConfig
+from nats.js.errors import NotFoundError
 
 from bench.queueing import as_samples, observe
+from services.trainer import consumer
 from services.trainer import trainer as conductor
 from shared.bundle import BundleGate, BundleRefusedError, Calibration, unseal
 from shared.features import SCHEMA
 from shared.inference import BundleModel
 from shared.names import (
     BUNDLES_CHANNEL,
+    DEAD_REASON_HEADER,
+    DEAD_SOURCE_HEADER,
+    DEAD_STREAM,
     SAMPLES_STREAM,
     bundle_key,
     bundle_pointer_key,
@@ -27,6 +34,7 @@ from shared.names import (
     trainer_lease_key,
 )
 from shared.samples import encode_sample
+from shared.streams import dead_stream_config
 from tests.integration.trainer_service import publish, running_trainer, stream
 from tests.servers import NatsServer, RedisServer, ServerProcess, fetch, free_port, nats_server, until
 
@@ -144,6 +152,123 @@ async def test_poison_blocks_nothing_and_is_not_sent_again(nats, redis):
             line = f'leadtime_trainer_samples_rejected_total{{reason="{reason}"}}'
             assert await trainer.metric(line) == count
         assert (await consumer_state(context)).num_redelivered == 0
+
+
+async def dead_letters(context):
+    """(reason, data) of every dead letter, oldest first."""
+    state = (await context.stream_info(DEAD_STREAM)).state
+    found = [await context.get_msg(DEAD_STREAM, n) for n in range(1, state.messages + 1)]
+    return [(message.headers[DEAD_REASON_HEADER], message.data) for message in found]
+
+
+async def test_poison_becomes_a_dead_letter_with_its_reason(nats, redis):
+    other = encode_sample(msgspec.structs.replace(SAMPLES[0], pool="other"))
+    async with stream(nats.url) as context, running_trainer(nats.url, redis.url) as trainer:
+        await trainer.taken(0)
+        await context.publish(samples_subject("default"), b"not a sample")
+        await context.publish(samples_subject("default"), other)
+        await publish(context, SAMPLES[:20])
+        await trainer.taken(20)
+
+        async def both():
+            return await trainer.metric('leadtime_trainer_dead_letters_total{reason="pool"}') == 1
+
+        await until(both, "the second dead letter is stored")
+        assert sorted(await dead_letters(context)) == [("malformed", b"not a sample"), ("pool", other)]
+        assert (await context.get_msg(DEAD_STREAM, 1)).headers[DEAD_SOURCE_HEADER].startswith("LEADTIME_SAMPLES:")
+
+
+async def test_a_dead_letter_that_cannot_be_stored_blocks_no_sample_and_is_tried_again(nats, redis, monkeypatch):
+    monkeypatch.setattr(consumer, "DEAD_LETTER_AGAIN_S", 0.2)
+    async with stream(nats.url) as context, running_trainer(nats.url, redis.url) as trainer:
+        await trainer.taken(0)
+        await until(lambda: _exists(context, DEAD_STREAM), "the dead-letter stream is made")
+        await context.delete_stream(DEAD_STREAM)
+        await context.publish(samples_subject("default"), b"not a sample")
+        await publish(context, SAMPLES[:20])
+        await trainer.taken(20)
+
+        async def failed():
+            return await trainer.metric('leadtime_trainer_dead_letters_total{reason="failed"}') > 0
+
+        await until(failed, "the dead letter could not be stored")
+        await context.add_stream(StreamConfig(**dead_stream_config()))
+        await until(lambda: _stored(context, DEAD_STREAM, 1), "stored at last")
+        assert await dead_letters(context) == [("malformed", b"not a sample")]
+
+
+async def test_a_message_that_was_delivered_too_often_becomes_a_dead_letter(nats, redis):
+    """Somebody took it twice and never acknowledged it, as a trainer that ends each time would."""
+    chosen = {"max_deliver": 2, "ack_wait_ms": 3_000}
+    async with stream(nats.url) as context:
+        async with running_trainer(nats.url, redis.url, **chosen) as trainer:
+            await trainer.taken(0)
+            await until(lambda: _settled(context), "the durable consumer is there")
+        await context.publish(samples_subject("default"), encoded := encode_sample(SAMPLES[0]))
+        taker = await context.pull_subscribe_bind(durable=trainer_durable("default"), stream=SAMPLES_STREAM)
+        assert len(await taker.fetch(1)) == 1
+        assert len(await taker.fetch(1, timeout=20)) == 1
+        await taker.unsubscribe()
+        async with running_trainer(nats.url, redis.url, **chosen) as trainer:
+            await until(lambda: _stored(context, DEAD_STREAM, 1), "the dead letter is stored")
+            assert await dead_letters(context) == [("max_deliver", encoded)]
+            await publish(context, SAMPLES[1:20])
+            await trainer.taken(20)
+
+
+async def test_a_durable_consumer_of_an_earlier_setting_is_changed_in_place(nats, redis):
+    async with stream(nats.url) as context:
+        async with running_trainer(nats.url, redis.url, max_deliver=3) as trainer:
+            await publish(context, SAMPLES[:20])
+            await trainer.taken(20)
+            await until(lambda: _settled(context), "all are acknowledged")
+        before = await consumer_state(context)
+        changed = {"ack_wait_ms": 5_000, "max_deliver": 7, "max_ack_pending": 123}
+        async with running_trainer(nats.url, redis.url, **changed) as trainer:
+            await publish(context, SAMPLES[20:40])
+            await trainer.taken(40)
+
+            async def changed_in_place():
+                after = await consumer_state(context)
+                found = after.config
+                there = (found.ack_wait, found.max_deliver, found.max_ack_pending) == (5.0, 7, 123)
+                return there and after.created == before.created
+
+            await until(changed_in_place, "the consumer has the new settings")
+
+
+async def test_a_durable_consumer_that_cannot_be_changed_is_made_anew_where_it_had_got_to(nats, redis):
+    async with stream(nats.url) as context:
+        await publish(context, SAMPLES[:30])
+        old = ConsumerConfig(
+            durable_name=trainer_durable("default"),
+            filter_subject=samples_subject("default"),
+            ack_policy=AckPolicy.ALL,
+        )
+        await context.add_consumer("LEADTIME_SAMPLES", old)
+        half = await context.pull_subscribe_bind(durable=trainer_durable("default"), stream="LEADTIME_SAMPLES")
+        await (await half.fetch(10))[-1].ack_sync()
+        async with running_trainer(nats.url, redis.url) as trainer:
+            await trainer.taken(30)
+            await until(lambda: _settled(context), "all are acknowledged")
+            found = await consumer_state(context)
+            assert found.config.ack_policy == AckPolicy.EXPLICIT
+            assert found.config.opt_start_seq == 11
+
+
+async def _exists(context, name):
+    with contextlib.suppress(NotFoundError):
+        return await context.stream_info(name)
+
+
+async def _stored(context, name, count):
+    return (await context.stream_info(name)).state.messages >= count
+
+
+async def _settled(context):
+    with contextlib.suppress(NotFoundError):
+        state = await consumer_state(context)
+        return state.num_pending == 0 and state.num_ack_pending == 0
 
 
 async def test_nats_may_restart(nats, redis):
@@ -347,6 +472,28 @@ async def test_a_standby_takes_over_when_the_holder_is_killed(nats, redis, tmp_p
         view = await second.model()
         assert view["active"] is True
         assert view["bundle"]["version"] >= version.decode()
+
+
+async def test_a_killed_trainers_standby_has_lease_and_window_within_15_s(nats, redis, tmp_path):
+    """Two real processes with the default lease; kill -9."""
+    async with (
+        stream(nats.url) as context,
+        trainer_process(nats, redis, tmp_path / "first.log") as (first, first_url),
+        trainer_process(nats, redis, tmp_path / "second.log") as (_, second_url),
+    ):
+        await publish(context, SAMPLES[:300])
+
+        async def took_over(url):
+            status, body = await fetch(f"{url}/v1/model")
+            model = orjson.loads(body) if status == 200 else {}
+            return model.get("active") and model["window"]["taken"] == 300
+
+        await until(lambda: took_over(first_url), "the first trainer has the window")
+        loop = asyncio.get_running_loop()
+        killed_s = loop.time()
+        await first.kill()
+        await until(lambda: took_over(second_url), "the standby has the window")
+        assert loop.time() - killed_s < 15.0
 
 
 async def test_who_lost_the_lease_does_not_overwrite_its_successors_bundle(nats, redis):

@@ -11,6 +11,7 @@ from nats.js.api import StreamConfig
 
 from shared import names
 from shared.samples import ListedEndpoint, encode_decision, encode_sample
+from shared.settings import StreamSettings
 from shared.streams import samples_stream_config
 from tests.contract.test_samples import SAMPLE
 from tests.fakes.decisions import make_decision
@@ -192,11 +193,38 @@ async def test_a_server_that_lost_its_store_gets_the_stream_anew(tmp_path: Path)
         assert await stored_ids(server.url) == ["posted-1"]
 
 
-async def test_a_stream_configured_otherwise_is_reported_and_left_alone(nats: NatsServer) -> None:
+async def test_a_stream_of_other_limits_is_changed_in_place(nats: NatsServer) -> None:
+    client = await _client(nats.url)
+    old = {**samples_stream_config(), "max_age": 7200.0, "subjects": ["leadtime.samples.v1.>", "operators.own"]}
+    await client.jetstream().add_stream(StreamConfig(**{**old, "max_bytes": -1, "duplicate_window": 5.0}))
+    await client.jetstream().publish("leadtime.samples.v1.default", b"kept")
+    limits = StreamSettings(max_bytes=8 << 20, max_samples_per_pool=5_000)
+    async with running_collector(nats.url, stream=limits) as collector:
+        assert await collector.metric("leadtime_collector_stream_differs") == 0.0
+    info = await client.jetstream().stream_info(names.SAMPLES_STREAM)
+    found = info.config
+    assert (found.max_age, found.max_bytes, found.max_msgs_per_subject) == (7 * 86_400.0, 8 << 20, 5_000)
+    assert found.duplicate_window == 120.0
+    assert found.subjects == ["leadtime.samples.v1.>", "operators.own"]
+    assert info.state.messages == 1
+    await client.close()
+
+
+async def test_what_jetstream_will_not_change_is_reported_and_does_not_stand_in_the_way(nats: NatsServer) -> None:
+    client = await _client(nats.url)
+    await client.jetstream().add_stream(StreamConfig(**{**samples_stream_config(), "storage": "memory"}))
+    three = StreamSettings(replicas=3)
+    async with running_collector(nats.url, stream=three) as collector:  # one server: no replicas to be had
+        assert await collector.metric("leadtime_collector_stream_differs") == 1.0
+        assert (await collector.post(json.dumps(sample()))).status_code == 200
+    await client.close()
+
+
+async def test_a_stream_configured_otherwise_is_left_alone_where_that_is_wanted(nats: NatsServer) -> None:
     client = await _client(nats.url)
     other = StreamConfig(**{**samples_stream_config(), "max_age": 7200.0})
     await client.jetstream().add_stream(other)
-    async with running_collector(nats.url) as collector:
+    async with running_collector(nats.url, stream=StreamSettings(migrate=False)) as collector:
         assert await collector.metric("leadtime_collector_stream_differs") == 1.0
         assert (await collector.post(json.dumps(sample()))).status_code == 200
     found = (await client.jetstream().stream_info(names.SAMPLES_STREAM)).config
