@@ -41,6 +41,8 @@ DESTINATION_SERVED: Final = "x-gateway-destination-endpoint-served"
 DESTINATION_SUBSET: Final = "x-gateway-destination-endpoint-subset"
 DECISION_ID: Final = "x-leadtime-decision-id"
 REASON: Final = "x-leadtime-reason"
+# The same in the published words, on requests that were dropped: for clients that know the incumbent's.
+DROPPED_REASON: Final = "x-llm-d-request-dropped-reason"
 # A request that carries it is synthetic: routed as any other, but no sample and no objective.
 PROBE: Final = "x-leadtime-probe"
 

@@ -29,7 +29,7 @@ from services.router.metrics import RouterMetrics
 from services.router.predict.ladder import Ladder
 from services.router.predict.types import Prediction
 from services.router.request.aliases import ModelAliases
-from services.router.request.errors import RejectReason, RequestRejected, UnsupportedEncoding
+from services.router.request.errors import RejectReason, RequestRejected, Shed, UnsupportedEncoding
 from services.router.request.inference_request import InferenceRequest
 from services.router.request.parse import ParseConfig, Route, parse, plain_body, route_of
 from services.router.request.rewrite import replace_model
@@ -158,7 +158,7 @@ class Director:
         started_ms = self._clock.monotonic_ms()
         self._metrics.stage("features", started_ms - parsed_ms)
         prediction = None
-        if request.prediction_wanted:
+        if request.prediction_wanted and self.pipeline.predicts:
             prediction = await self._ladder.predict(
                 prepared.rows,
                 prepared.candidates.addresses,
@@ -170,6 +170,8 @@ class Director:
         decision = self._core.schedule(prepared, prediction, predicted_ms - received_ms)
         now_ms = self._clock.monotonic_ms()
         self._metrics.stage("policy", now_ms - predicted_ms)
+        if decision.refusal is not None:
+            raise Shed(RejectReason(decision.refusal.reason), decision.refusal.retry_after_ms)
 
         decision_id = uuid7(received_unix_ms, secrets.randbits(74))
         metadata = self._record(decision_id, prepared, prediction, decision, received_ms, received_unix_ms)

@@ -22,6 +22,7 @@ from services.router.director import Director, DirectorOptions
 from services.router.extproc.server import ExtProcServer
 from services.router.extproc.tls import TlsFiles, from_files, self_signed
 from services.router.metrics import RouterMetrics
+from services.router.objectives_file import read_objectives
 from services.router.outcomes import OutcomeSubscriber
 from services.router.predict.bundles import BundleWatcher
 from services.router.predict.client import ClientConfig, PredictorClient
@@ -92,7 +93,9 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
                 decision_budget_ms=settings.decision_budget_ms,
                 parsing=ParseConfig(
                     trust_request_headers=settings.trust_request_headers,
-                    objectives=settings.objectives,
+                    objectives=read_objectives(
+                        settings.objectives, settings.model_objectives, settings.objectives_file
+                    ),
                     max_body_bytes=settings.max_body_bytes,
                 ),
                 aliases=aliases,

@@ -1,12 +1,13 @@
 """The router's settings, from the environment with the prefix LEADTIME_ROUTER_."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FilePath, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.router.alias_file import alias_table
+from services.router.objectives_file import read_objectives
 from services.router.predict.client import parse_urls
 from services.router.request.aliases import ModelAliases
 from services.router.sample_sink import parse_collectors
@@ -54,9 +55,13 @@ class RouterSettings(ServiceSettings):
     listed_endpoints: Annotated[int, Field(ge=1, le=8)] = 3
     """How many endpoints an answer lists, best first."""
     trust_request_headers: bool = False
-    """Whether clients' priority, objective and fairness headers are believed; recorded, no policy reads them."""
-    objectives: dict[str, Annotated[int, Field(ge=-1_000_000, le=1_000_000)]] = Field(default_factory=dict)
-    """JSON: priority by objective name, for the objective header of trusted requests."""
+    """Whether clients' priority, objective and fairness headers are believed."""
+    objectives: dict[str, Any] = Field(default_factory=dict)
+    """JSON: objective name → priority, or {priority, ttft_slo_ms, tpot_slo_ms}, for trusted requests that name one."""
+    model_objectives: dict[str, Any] = Field(default_factory=dict)
+    """JSON: model → the same, for all its requests that don't say otherwise."""
+    objectives_file: FilePath | None = None
+    """YAML with both tables (`objectives:`, `models:`), joined with the settings; read again when it changes."""
     forward_control_headers: bool = False
     """Whether SLO, objective, priority and other headers for the router go on to the model server."""
     model_aliases: dict[str, str | dict[str, int]] = Field(default_factory=dict)
@@ -113,6 +118,11 @@ class RouterSettings(ServiceSettings):
     def _urls(cls, text: str) -> str:
         parse_collectors(text)
         return text
+
+    @model_validator(mode="after")
+    def _objectives_work(self) -> Self:
+        read_objectives(self.objectives, self.model_objectives, self.objectives_file)
+        return self
 
     @model_validator(mode="after")
     def _aliases_work(self) -> Self:

@@ -214,6 +214,7 @@ def _header(name: str, value: str) -> base_pb2.HeaderValueOption:
 def immediate(rejection: RequestRejected) -> ep.ProcessingResponse:
     """A rejection as Envoy's immediate response, in whichever phase it falls."""
     headers = [_header("content-type", "application/json"), _header(REASON, rejection.reason.value)]
+    headers += [_header(name, value) for name, value in rejection.headers().items()]
     return ep.ProcessingResponse(
         immediate_response=ep.ImmediateResponse(
             status=http_status_pb2.HttpStatus(code=rejection.status),

@@ -5,16 +5,21 @@ LeadtimeError
     ├── InvalidRequest      400: the body or a header; names the field
     ├── UnsupportedEncoding 415: a content encoding that isn't read here
     ├── BodyTooLarge        413
-    └── UnroutableRequest   the request is sound, but no endpoint can take it (raised by `services.router.state`)
+    ├── UnroutableRequest   the request is sound, but no endpoint can take it (raised by `services.router.state`)
+    └── Shed                429: refused now, may be tried again after a time that is told
 
 No message carries text of the request: fields are named by their path, values by their kind. No I/O.
 """
 
+import math
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Final
 
 import orjson
 
 from shared.errors import LeadtimeError
+from shared.names import DROPPED_REASON
 
 
 class RejectReason(StrEnum):
@@ -33,6 +38,22 @@ class RejectReason(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     NO_ENDPOINT = "no_endpoint"
     SUBSET_EMPTY = "subset_empty"
+    SLO_UNREACHABLE = "slo_unreachable"
+    WAITING_ROOM_FULL = "waiting_room_full"
+    WAITED_TOO_LONG = "waited_too_long"
+    PUSHED_OUT = "pushed_out"
+
+
+_DROPPED: Final[Mapping[RejectReason, str]] = {
+    RejectReason.NO_ENDPOINT: "rejected-no-endpoints",
+    RejectReason.SUBSET_EMPTY: "rejected-no-endpoints",
+    RejectReason.SLO_UNREACHABLE: "rejected-saturated",
+    RejectReason.WAITING_ROOM_FULL: "rejected-saturated",
+    RejectReason.WAITED_TOO_LONG: "rejected-ttl-expired",
+    RejectReason.PUSHED_OUT: "rejected-saturated",
+}
+"""The published words for the same, which clients and dashboards of the incumbent know."""
+MAX_RETRY_AFTER_S: Final = 600
 
 
 class RequestRejected(LeadtimeError):
@@ -52,6 +73,11 @@ class RequestRejected(LeadtimeError):
         self.reason = reason
         self.param = param
         self.code = code
+
+    def headers(self) -> dict[str, str]:
+        """Response headers beside the reason's own."""
+        dropped = _DROPPED.get(self.reason)
+        return {} if dropped is None else {DROPPED_REASON: dropped}
 
     def body(self) -> bytes:
         """The JSON answer in OpenAI's shape."""
@@ -82,3 +108,22 @@ class BodyTooLarge(RequestRejected):
 
 class UnroutableRequest(RequestRejected):
     """The request is sound, but no endpoint can take it."""
+
+
+class Shed(RequestRejected):
+    """Refused for now: no endpoint can serve it as it asks, and its priority allows to say so."""
+
+    status = 429
+    error_type = "rate_limit_error"
+
+    def __init__(self, reason: RejectReason, retry_after_ms: float) -> None:
+        """`retry_after_ms`: when it may fare better, as predicted."""
+        self.retry_after_s = min(max(math.ceil(retry_after_ms / 1e3), 1), MAX_RETRY_AFTER_S)
+        super().__init__(
+            f"no endpoint can serve this request as it asks at present; try again in {self.retry_after_s} s",
+            reason,
+            code=reason.value,
+        )
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "retry-after": str(self.retry_after_s)}

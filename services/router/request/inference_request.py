@@ -22,7 +22,8 @@ class InferenceRequest:
     `input_tokens`: estimated. `max_tokens`: the client's cap on the answer, None where it gave none.
     `text_bytes`: size of `prompt` where it is text alone, from which bytes per token can be learned; else 0.
     `model`: the one to route for; `alias`: the client's name for it where that is another, else None.
-    `prediction_wanted`: False where the client asked for the heuristic.
+    `prediction_wanted`: False where the client asked for the heuristic. `session_id`: what the client calls the
+    conversation this belongs to, "" where it doesn't say.
     """
 
     model: str
@@ -36,3 +37,4 @@ class InferenceRequest:
     text_bytes: int = 0
     alias: str | None = None
     prediction_wanted: bool = True
+    session_id: str = field(default="", repr=False)

@@ -24,6 +24,7 @@ from services.router.request.errors import (
     UnsupportedEncoding,
 )
 from services.router.request.inference_request import InferenceRequest
+from services.router.request.objectives import Objectives
 from services.router.request.prompt import (
     Prompt,
     anthropic_prompt,
@@ -33,7 +34,15 @@ from services.router.request.prompt import (
     kind_of,
     responses_prompt,
 )
-from services.router.request.slo import parse_fairness_id, parse_prediction_wanted, parse_priority, parse_slo
+from services.router.request.slo import (
+    MAX_SESSION_CHARACTERS,
+    parse_fairness_id,
+    parse_objective,
+    parse_prediction_wanted,
+    parse_priority,
+    parse_session_id,
+    parse_slo,
+)
 from services.router.request.tokens import TokenEstimator
 from shared.samples import TEXT_LIMITS
 
@@ -84,13 +93,13 @@ _CAPS: Final[Mapping[Route, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class ParseConfig:
-    """`objectives`: priority by objective name. Priority, objective and fairness headers need `trust_request_headers`.
+    """`objectives`: by name and by model. Priority, objective and fairness headers need `trust_request_headers`.
 
     `max_body_bytes`: limit of the body, and of what a compressed one unpacks to.
     """
 
     trust_request_headers: bool = False
-    objectives: Mapping[str, int] = field(default_factory=dict)
+    objectives: Objectives = field(default_factory=Objectives)
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
 
 
@@ -136,6 +145,12 @@ def parse(
     if stream is not None and not isinstance(stream, bool):
         raise _wrong_kind("stream", stream, "a boolean")
     trusted = config.trust_request_headers
+    priority, slo = config.objectives.resolve(
+        parse_objective(headers) if trusted else None,
+        model,
+        parse_priority(headers) if trusted else None,
+        parse_slo(headers),
+    )
     return InferenceRequest(
         model=model,
         prompt=prompt.data,
@@ -146,13 +161,20 @@ def parse(
         ),
         max_tokens=max_tokens,
         streamed=stream is True,
-        slo=parse_slo(headers),
-        priority=parse_priority(headers, config.objectives) if trusted else 0,
+        slo=slo,
+        priority=priority,
         fairness_id=parse_fairness_id(headers) if trusted else "",
         text_bytes=len(prompt.data) if prompt.text_only else 0,
         alias=None if behind is None else name,
         prediction_wanted=parse_prediction_wanted(headers),
+        session_id=parse_session_id(headers) or _cache_key(document),
     )
+
+
+def _cache_key(document: dict[str, Any]) -> str:
+    """OpenAI's wish to be answered where its prompts are cached; what isn't fit for one is the model server's to judge."""
+    key = document.get("prompt_cache_key")
+    return key if isinstance(key, str) and len(key) <= MAX_SESSION_CHARACTERS else ""
 
 
 class _UnknownPath(RequestRejected):

@@ -22,6 +22,8 @@ OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-
 FAIRNESS_HEADERS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 PRIORITY_HEADERS: Final = ("x-leadtime-priority",)
 PREDICTION_HEADER: Final = "x-prediction-based-scheduling"
+SESSION_HEADER: Final = "x-session-id"
+"""Goes on to the endpoint: servers and their tools read it too."""
 
 CONTROL_HEADERS: Final = frozenset(
     {
@@ -36,6 +38,7 @@ _NOT_CONTROL: Final = frozenset({PROBE, DECISION_ID})
 MAX_SLO_MS: Final = 86_400_000.0
 MAX_PRIORITY: Final = 1_000_000
 _MAX_ID_CHARACTERS: Final = 128
+MAX_SESSION_CHARACTERS: Final = 512
 _NUMBER: Final = re.compile(r"[ \t]*\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?[ \t]*", re.ASCII)
 _BOOLEANS: Final = {"true": True, "false": False, "1": True, "0": False}
 _INTEGER: Final = re.compile(r"[ \t]*[+-]?\d{1,9}[ \t]*", re.ASCII)
@@ -66,19 +69,32 @@ def control_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def parse_priority(headers: Mapping[str, str], objectives: Mapping[str, int]) -> int:
-    """Priority of a trusted request: its own header, else its objective's, else 0.
-
-    `objectives`: priority by objective name; an unknown name is priority 0.
-    """
+def parse_priority(headers: Mapping[str, str]) -> int | None:
+    """Priority that a trusted request states itself; None where it doesn't. Raises InvalidRequest."""
     name, text = _first(headers, PRIORITY_HEADERS)
-    if text is not None:
-        value = int(text) if _INTEGER.fullmatch(text) else MAX_PRIORITY + 1
-        if abs(value) > MAX_PRIORITY:
-            raise _refused(name, text, f"an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
-        return value
+    if text is None:
+        return None
+    value = int(text) if _INTEGER.fullmatch(text) else MAX_PRIORITY + 1
+    if abs(value) > MAX_PRIORITY:
+        raise _refused(name, text, f"an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    return value
+
+
+def parse_objective(headers: Mapping[str, str]) -> str | None:
+    """The objective that a trusted request names; None where it names none."""
     _, objective = _first(headers, OBJECTIVE_HEADERS)
-    return objectives.get(objective.strip(), 0) if objective else 0
+    return (objective.strip() or None) if objective else None
+
+
+def parse_session_id(headers: Mapping[str, str]) -> str:
+    """What the client calls its conversation; "" where it doesn't say. Raises InvalidRequest."""
+    text = headers.get(SESSION_HEADER)
+    if text is None:
+        return ""
+    identity = text.strip()
+    if len(identity) > MAX_SESSION_CHARACTERS:
+        raise _refused(SESSION_HEADER, text, f"at most {MAX_SESSION_CHARACTERS} characters")
+    return identity
 
 
 def parse_fairness_id(headers: Mapping[str, str]) -> str:

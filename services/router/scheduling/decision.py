@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.router.scheduling.interfaces import Mask, Scores
+from services.router.scheduling.interfaces import Mask, Refusal, Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Decision:
     `propensity`: probability with which the first was chosen, over every lot that was drawn. `total` float32 (n,): the
     weighted mean of the opinions. `alive` bool (n,): who was left after the filters; further entries of `order` may lie
     outside, where fewer were left than asked for. `profile` is the one that decided: the fallback's if `used_fallback`.
+    `refusal`: an admitter refused the request, and the order is only what it would have been.
     """
 
     order: tuple[int, ...]
@@ -46,6 +47,7 @@ class Decision:
     total: Scores
     opinions: tuple[Opinion, ...]
     narrowings: tuple[Narrowing, ...]
+    refusal: Refusal | None = None
 
     def scores_of(self, candidate: int) -> Mapping[str, float | None]:
         """One candidate's score per plugin, and their weighted mean as `total`."""

@@ -1,6 +1,8 @@
-"""The three kinds of plugin and what they are given. No I/O, no clock, no hidden randomness.
+"""The five kinds of plugin and what they are given. No I/O, no clock, no hidden randomness.
 
-Plugins work on arrays over all n candidates and on a mask of those still alive, never candidate by candidate.
+In order: the producer says what the prediction means for this request, admitters may refuse it, filters narrow, scorers
+rate, one picker orders. Plugins work on arrays over all n candidates and on a mask of those still alive, never
+candidate by candidate.
 """
 
 from dataclasses import dataclass
@@ -21,6 +23,9 @@ Scores = npt.NDArray[np.float32]
 class Context:
     """Everything a plugin may look at. `prediction` is None on the ladder's last rung.
 
+    A value of it that is NaN is unknown for that candidate: the endpoint is unpredicted. Each plugin says what it makes
+    of that.
+
     `elapsed_ms` is the time already spent since receipt: an SLO's clock starts there. `expected_output_tokens` is what
     answers of this kind were seen to take; None where nothing is known.
     """
@@ -31,6 +36,34 @@ class Context:
     rng: np.random.Generator
     elapsed_ms: float = 0.0
     expected_output_tokens: float | None = None
+
+
+class Producer(Protocol):
+    """Says which predictions decide on a request, and against which objectives: the first step of a profile."""
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the model is to be asked at all."""
+        ...
+
+    def produce(self, context: Context) -> Context:
+        """The context that the other plugins see."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An admitter's no. `reason`: a word of a closed list. `retry_after_ms`: when it may go better, as predicted."""
+
+    plugin: str
+    reason: str
+    retry_after_ms: float
+
+
+class Admitter(Protocol):
+    """Lets a request in (None), or refuses it before any endpoint is chosen."""
+
+    def admit(self, context: Context) -> Refusal | None: ...
 
 
 class Filter(Protocol):

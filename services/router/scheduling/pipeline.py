@@ -1,4 +1,4 @@
-"""Filters → weighted scorers → picker → Decision. Pure but for the random source in the context.
+"""Producer → admitters → filters → weighted scorers → picker → Decision. Pure but for the random source in the context.
 
 The step after the prediction: everything works on arrays over all candidates, nothing per candidate. Rules: a filter
 that leaves nobody is ignored, and the decision says so. A scorer without an opinion is left out and the others' weights
@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from services.router.scheduling.decision import Decision, Narrowing, Opinion
 from services.router.scheduling.interfaces import (
+    Admitter,
     Branch,
     Context,
     ExploringFilter,
@@ -25,6 +27,8 @@ from services.router.scheduling.interfaces import (
     Mask,
     Pick,
     Picker,
+    Producer,
+    Refusal,
     Scorer,
     Scores,
 )
@@ -53,7 +57,7 @@ class WeightedScorer:
 class Pipeline:
     """One profile, ready to run. Cheap to build; its only state is what its picker counts."""
 
-    __slots__ = ("_fallback", "_filters", "_picker", "_scorers", "profile")
+    __slots__ = ("_admitters", "_fallback", "_filters", "_picker", "_producer", "_scorers", "profile")
 
     def __init__(
         self,
@@ -62,18 +66,36 @@ class Pipeline:
         scorers: tuple[WeightedScorer, ...],
         picker: Picker,
         fallback: "Pipeline | None" = None,
+        *,
+        producer: Producer | None = None,
+        admitters: tuple[Admitter, ...] = (),
     ) -> None:
+        """Without a `producer` the prediction is used as it comes."""
         self.profile = profile
+        self._producer = producer
+        self._admitters = admitters
         self._filters = tuple((named.name, _exploring(named.plugin)) for named in filters)
         self._scorers = scorers
         self._picker = picker
         self._fallback = fallback
+
+    @property
+    def predicts(self) -> bool:
+        """Whether this profile wants the model to be asked."""
+        return self._producer is None or self._producer.predicts
 
     def run(self, context: Context, count: int = DEFAULT_COUNT) -> Decision:
         """Decide for one request; raises ValueError without a candidate or for a `count` below 1."""
         candidates = len(context.candidates)
         if candidates < 1 or count < 1:
             raise ValueError(f"{candidates} candidates, count {count}: allowed: at least 1 of each")
+        if self._producer is not None:
+            context = self._producer.produce(context)
+        refusal: Refusal | None = None
+        for admitter in self._admitters:
+            refusal = admitter.admit(context)
+            if refusal is not None:
+                break
         alive: Mask = np.ones(candidates, np.bool_)
         narrowings: tuple[Narrowing, ...] = ()
         if self._filters:
@@ -83,12 +105,12 @@ class Pipeline:
         if total is None:
             if self._scorers and self._fallback is not None:
                 decision = self._fallback.run(context, count)
-                return replace(decision, used_fallback=True, opinions=opinions + decision.opinions)
+                return replace(decision, used_fallback=True, opinions=opinions + decision.opinions, refusal=refusal)
             total = np.zeros(candidates, np.float32)
         pick = self._picker.pick(total, alive, count, context.rng)
         propensity = pick.propensity
         if any(narrowing.chance < 1.0 for narrowing in narrowings):
-            propensity = self._propensity(context, np.ones(candidates, np.bool_), pick.order[0], 0)
+            propensity = float(self._spread(context, np.ones(candidates, np.bool_), 0)[pick.order[0]])
         return Decision(
             order=_filled(pick, total, min(count, candidates)),
             propensity=propensity,
@@ -98,7 +120,31 @@ class Pipeline:
             total=total,
             opinions=opinions,
             narrowings=narrowings,
+            refusal=refusal,
         )
+
+    def first_probabilities(self, context: Context) -> npt.NDArray[np.float64]:
+        """Float64 (n,): how probably `run` puts each candidate first, over every lot that it would draw.
+
+        For estimates of what this profile would have done; sums to 1. No lot is drawn.
+        """
+        if self._producer is not None:
+            context = self._producer.produce(context)
+        return self._spread(context, np.ones(len(context.candidates), np.bool_), 0)
+
+    def _spread(self, context: Context, alive: Mask, stage: int) -> npt.NDArray[np.float64]:
+        if stage < len(self._filters):
+            chances = np.zeros(len(alive))
+            for branch in self._filters[stage][1].branches(context, alive):
+                kept = branch.keep if branch.keep.any() else alive
+                chances += branch.probability * self._spread(context, kept, stage + 1)
+            return chances
+        total = _weighted(self._opinions(context, alive))
+        if total is None:
+            if self._scorers and self._fallback is not None:
+                return self._fallback.first_probabilities(context)
+            total = np.zeros(len(alive), np.float32)
+        return self._picker.probabilities(total, alive)
 
     def _narrow(self, context: Context, alive: Mask) -> tuple[Mask, tuple[Narrowing, ...]]:
         narrowings: list[Narrowing] = []
@@ -119,21 +165,6 @@ class Pipeline:
                 scores = None
             opinions.append(Opinion(scorer.name, scorer.weight, scores))
         return tuple(opinions)
-
-    def _propensity(self, context: Context, alive: Mask, chosen: int, stage: int) -> float:
-        """Probability that `chosen` comes first when the filters from `stage` on start from `alive`."""
-        if stage < len(self._filters):
-            return sum(
-                branch.probability
-                * self._propensity(context, branch.keep if branch.keep.any() else alive, chosen, stage + 1)
-                for branch in self._filters[stage][1].branches(context, alive)
-            )
-        if not alive[chosen]:
-            return 0.0
-        total = _weighted(self._opinions(context, alive))
-        if total is None:
-            total = np.zeros(len(alive), np.float32)
-        return float(self._picker.probabilities(total, alive)[chosen])
 
 
 class _Certain:

@@ -1,4 +1,5 @@
-"""Profiles: YAML → filters, weighted scorers, one picker and a fallback, checked whole; and profiles → pipelines.
+"""Profiles: YAML → producer, admitters, filters, weighted scorers, one picker and a fallback, checked whole; and profiles
+→ pipelines.
 
 Presets ship inside the package; an operator's own file has the same form. Everything is checked when it is read: an
 unknown plugin or key, a value out of range, a key written twice, a fallback that doesn't exist or has one of its own.
@@ -27,6 +28,10 @@ class Choice:
     config: StrictConfig
     weight: float = 1.0
 
+    def build(self) -> Any:
+        """A fresh instance of the plugin."""
+        return self.plugin.build(self.config)
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -38,6 +43,8 @@ class Profile:
     scorers: tuple[Choice, ...]
     picker: Choice
     fallback: str | None
+    producer: Choice | None = None
+    admitters: tuple[Choice, ...] = ()
 
 
 class _PluginDocument(StrictConfig):
@@ -52,6 +59,8 @@ class _ScorerDocument(_PluginDocument):
 class _ProfileDocument(StrictConfig):
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
     description: str = ""
+    producer: _PluginDocument | None = None
+    admitters: list[_PluginDocument] = Field(default_factory=list)
     filters: list[_PluginDocument] = Field(default_factory=list)
     scorers: list[_ScorerDocument] = Field(default_factory=list)
     picker: _PluginDocument
@@ -86,6 +95,8 @@ def parse_profile(text: str, source: str, registry: Registry) -> Profile:
         scorers=tuple(_choice(Kind.SCORER, scorer, where, registry, scorer.weight) for scorer in parsed.scorers),
         picker=_choice(Kind.PICKER, parsed.picker, where, registry),
         fallback=parsed.fallback,
+        producer=None if parsed.producer is None else _choice(Kind.PRODUCER, parsed.producer, where, registry),
+        admitters=tuple(_choice(Kind.ADMITTER, admitter, where, registry) for admitter in parsed.admitters),
     )
 
 
@@ -143,13 +154,12 @@ class Profiles:
         profile = self.get(name)
         return Pipeline(
             profile.name,
-            tuple(NamedFilter(choice.plugin.name, choice.plugin.build(choice.config)) for choice in profile.filters),
-            tuple(
-                WeightedScorer(choice.plugin.name, choice.weight, choice.plugin.build(choice.config))
-                for choice in profile.scorers
-            ),
-            profile.picker.plugin.build(profile.picker.config),
+            tuple(NamedFilter(choice.plugin.name, choice.build()) for choice in profile.filters),
+            tuple(WeightedScorer(choice.plugin.name, choice.weight, choice.build()) for choice in profile.scorers),
+            profile.picker.build(),
             None if profile.fallback is None else self.pipeline(profile.fallback),
+            producer=None if profile.producer is None else profile.producer.build(),
+            admitters=tuple(choice.build() for choice in profile.admitters),
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+from services.router.scheduling.admitters.latency_slo import LatencySloAdmitter, LatencySloConfig
 from services.router.scheduling.config import StrictConfig
 from services.router.scheduling.filters.prefix_cache_affinity import (
     PrefixCacheAffinityConfig,
@@ -18,6 +19,8 @@ from services.router.scheduling.pickers.max_score import MaxScoreConfig, MaxScor
 from services.router.scheduling.pickers.random import RandomConfig, RandomPicker
 from services.router.scheduling.pickers.round_robin import RoundRobinConfig, RoundRobinPicker
 from services.router.scheduling.pickers.weighted_random import WeightedRandomConfig, WeightedRandomPicker
+from services.router.scheduling.producers.predicted_latency import PredictedLatencyConfig, PredictedLatencyProducer
+from services.router.scheduling.scorers.composite import CompositeConfig, CompositeScorer
 from services.router.scheduling.scorers.kv_cache_utilization import (
     KvCacheUtilizationConfig,
     KvCacheUtilizationScorer,
@@ -28,6 +31,7 @@ from services.router.scheduling.scorers.predicted_cost import PredictedCostConfi
 from services.router.scheduling.scorers.prefix import PrefixConfig, PrefixScorer
 from services.router.scheduling.scorers.queue import QueueConfig, QueueScorer
 from services.router.scheduling.scorers.running_requests import RunningRequestsConfig, RunningRequestsScorer
+from services.router.scheduling.scorers.session_affinity import SessionAffinityConfig, SessionAffinityScorer
 from services.router.scheduling.scorers.token_load import TokenLoadConfig, TokenLoadScorer
 from shared.errors import ConfigurationError
 
@@ -35,6 +39,8 @@ from shared.errors import ConfigurationError
 class Kind(StrEnum):
     """Where in the pipeline a plugin stands."""
 
+    PRODUCER = "producer"
+    ADMITTER = "admitter"
     FILTER = "filter"
     SCORER = "scorer"
     PICKER = "picker"
@@ -51,6 +57,8 @@ class Plugin:
 
 
 PLUGINS: Final[tuple[Plugin, ...]] = (
+    Plugin(Kind.PRODUCER, "predicted-latency-producer", PredictedLatencyConfig, PredictedLatencyProducer),
+    Plugin(Kind.ADMITTER, "latency-slo-admitter", LatencySloConfig, LatencySloAdmitter),
     Plugin(Kind.FILTER, "prefix-cache-affinity-filter", PrefixCacheAffinityConfig, PrefixCacheAffinityFilter),
     Plugin(Kind.FILTER, "slo-headroom-tier-filter", SloHeadroomTierConfig, SloHeadroomTierFilter),
     Plugin(Kind.SCORER, "predicted-cost-scorer", PredictedCostConfig, PredictedCostScorer),
@@ -61,6 +69,8 @@ PLUGINS: Final[tuple[Plugin, ...]] = (
     Plugin(Kind.SCORER, "token-load-scorer", TokenLoadConfig, TokenLoadScorer),
     Plugin(Kind.SCORER, "lmetric-scorer", LmetricConfig, LmetricScorer),
     Plugin(Kind.SCORER, "running-requests-scorer", RunningRequestsConfig, RunningRequestsScorer),
+    Plugin(Kind.SCORER, "composite-scorer", CompositeConfig, CompositeScorer),
+    Plugin(Kind.SCORER, "session-affinity-scorer", SessionAffinityConfig, SessionAffinityScorer),
     Plugin(Kind.PICKER, "max-score-picker", MaxScoreConfig, MaxScorePicker),
     Plugin(Kind.PICKER, "weighted-random-picker", WeightedRandomConfig, WeightedRandomPicker),
     Plugin(Kind.PICKER, "round-robin-picker", RoundRobinConfig, RoundRobinPicker),

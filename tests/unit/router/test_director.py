@@ -15,6 +15,7 @@ from services.router.metrics import RouterMetrics
 from services.router.predict.types import Prediction
 from services.router.request.aliases import ModelAliases
 from services.router.request.errors import RejectReason, RequestRejected
+from services.router.request.objectives import Objective, Objectives
 from services.router.request.parse import ParseConfig
 from services.router.request.tokens import TokenEstimator
 from services.router.scheduling.profile import Profiles, load_presets
@@ -336,7 +337,7 @@ async def test_what_was_meant_for_the_router_does_not_go_on(path: str) -> None:
 
 
 async def test_objective_and_priority_count_only_where_headers_are_trusted() -> None:
-    objectives = {"batch": -5}
+    objectives = Objectives({"batch": Objective(-5)})
     for trusted, expected in ((True, -5), (False, 0)):
         parsing = ParseConfig(trust_request_headers=trusted, objectives=objectives)
         result = await routed(

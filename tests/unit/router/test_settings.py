@@ -69,6 +69,9 @@ def test_tables_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MODEL_ALIASES", "chat=a"),
         ("MODEL_ALIASES", '{"chat": {"a": -1}}'),
         ("OBJECTIVES", '{"batch": "low"}'),
+        ("OBJECTIVES", '{"batch": {"ttft_slo_ms": 0}}'),
+        ("MODEL_OBJECTIVES", '{"m": {"priority": 1.5}}'),
+        ("OBJECTIVES_FILE", "/nowhere.yaml"),
         ("MODEL_ALIASES_FILE", "/nowhere.yaml"),
     ],
 )

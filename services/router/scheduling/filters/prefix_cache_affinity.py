@@ -6,7 +6,8 @@ Keeps candidates whose prefix-hit ratio is at least `affinity_threshold`; where 
 Load gate: affinity is given up for a request when the warm endpoints' best TTFT is more than `max_ttft_penalty_ms`
 above the best of all; exactly that much still keeps it. TTFT is the prediction; without one (or with `ttft_source:
 prefill-throughput`) it is the backlog divided by `peak_prefill_tokens_per_s`, so the gate is never without a basis. A
-prompt without tokens is let through.
+prompt without tokens is let through. An unpredicted endpoint counts as late as can be: it neither holds affinity nor
+breaks it.
 """
 
 from typing import Annotated, Literal
@@ -18,6 +19,8 @@ from pydantic import Field
 from services.router.scheduling.config import StrictConfig
 from services.router.scheduling.interfaces import Branch, Context, Mask
 from services.router.scheduling.scorers.prefix import hit_ratio
+
+_NEVER_MS = 1e30
 
 
 class PrefixCacheAffinityConfig(StrictConfig):
@@ -69,6 +72,6 @@ class PrefixCacheAffinityFilter:
         if self._config.ttft_source == "prediction" and context.prediction is not None:
             predicted = context.prediction.get("ttft_p50")
             if predicted is not None:
-                return predicted
+                return np.where(np.isnan(predicted), np.float32(_NEVER_MS), predicted)
         backlog = context.candidates.pending_uncached_tokens + context.candidates.uncached_tokens
         return backlog * np.float32(1e3 / self._config.peak_prefill_tokens_per_s)

@@ -8,7 +8,8 @@ ones for bursts), `most` the largest; the others get 0. Where none meets them, t
 Decisions. An objective that the request doesn't state, or whose latency the bundle doesn't predict, is left out and
 the other's weight counts alone. A dimension without spread is left out likewise; if none is left, all get 1. A bundle
 without TTFT (traffic that isn't streamed) is scored by end-to-end latency when the request states no objective.
-Predicted = objective counts as met. None where there is no prediction.
+Predicted = objective counts as met. An unpredicted endpoint gets 0, whatever the others get. None where there is no
+prediction.
 """
 
 from typing import Annotated, Final, Literal
@@ -19,6 +20,7 @@ from pydantic import Field
 
 from services.router.scheduling.config import StrictConfig
 from services.router.scheduling.interfaces import Context, Mask, Scores
+from services.router.scheduling.objectives import Quantile, headrooms
 from services.router.scheduling.scorers.spread import equal, lower_is_better
 
 _Dimensions = list[tuple[npt.NDArray[np.float32], float]]
@@ -34,24 +36,28 @@ class LatencyConfig(StrictConfig):
     tpot_weight: Annotated[float, Field(ge=0, le=1)] = 0.2
     strategy: Literal["least", "most"] = "least"
     """Among endpoints that meet the SLO: smallest or largest headroom first."""
+    quantile: Quantile = "p50"
+    """Predicted quantile that is held against an objective."""
 
 
 class LatencyScorer:
     """Relative predicted latency or headroom, in [0, 1]."""
 
-    __slots__ = ("_most", "_tpot_weight", "_ttft_weight")
+    __slots__ = ("_most", "_quantile", "_tpot_weight", "_ttft_weight")
 
     def __init__(self, config: LatencyConfig) -> None:
         self._ttft_weight = config.ttft_weight
         self._tpot_weight = config.tpot_weight
         self._most = config.strategy == "most"
+        self._quantile: Quantile = config.quantile
 
     def score(self, context: Context, alive: Mask) -> Scores | None:
         if context.prediction is None:
             return None
-        headrooms = self._headrooms(context)
-        if headrooms:
-            return self._by_headroom(headrooms, alive)
+        weights = {"ttft": self._ttft_weight, "tpot": self._tpot_weight}
+        left = [(ms, weights[target]) for target, ms in headrooms(context, self._quantile).items()]
+        if left:
+            return self._by_headroom(left, alive)
         ttft, tpot = context.prediction.get("ttft_p50"), context.prediction.get("tpot_p50")
         first = context.prediction.get("e2e_p50") if ttft is None else ttft
         latencies: _Dimensions = []
@@ -63,37 +69,35 @@ class LatencyScorer:
             return None
         return _blend(latencies, alive)
 
-    def _headrooms(self, context: Context) -> _Dimensions:
-        """Per objective that is stated and predicted: float32 (n,) ms left, and its weight."""
-        slo, prediction = context.request.slo, context.prediction
-        headrooms: _Dimensions = []
-        if prediction is None:
-            return headrooms
-        if slo.ttft_ms is not None and (ttft := prediction.get("ttft_p50")) is not None:
-            headrooms.append((np.float32(slo.ttft_ms - context.elapsed_ms) - ttft, self._ttft_weight))
-        if slo.tpot_ms is not None and (tpot := prediction.get("tpot_p50")) is not None:
-            headrooms.append((np.float32(slo.tpot_ms) - tpot, self._tpot_weight))
-        return headrooms
-
-    def _by_headroom(self, headrooms: _Dimensions, alive: Mask) -> Scores:
+    def _by_headroom(self, left: _Dimensions, alive: Mask) -> Scores:
         in_time = alive.copy()
-        for headroom, _ in headrooms:
+        for headroom, _ in left:
             in_time &= headroom >= _ZERO
         if not in_time.any():
-            return _blend([(np.maximum(-headroom, _ZERO), weight) for headroom, weight in headrooms], alive)
+            return _blend([(np.maximum(-headroom, _ZERO), weight) for headroom, weight in left], alive)
         sign = np.float32(-1.0 if self._most else 1.0)
-        scores = _blend([(sign * headroom, weight) for headroom, weight in headrooms], in_time)
+        scores = _blend([(sign * headroom, weight) for headroom, weight in left], in_time)
         return np.where(in_time, _LEAST_SCORE_IN_TIME + (np.float32(1.0) - _LEAST_SCORE_IN_TIME) * scores, _ZERO)
 
 
 def _blend(dimensions: _Dimensions, mask: Mask) -> Scores:
-    """Weighted mean of the dimensions that differ within `mask`, smaller values better; equal scores if none does."""
+    """Weighted mean of the dimensions that differ within `mask`, smaller values better; equal scores if none does.
+
+    Who is unpredicted in any of them gets 0.
+    """
+    unpredicted = np.zeros(len(mask), np.bool_)
+    for values, _ in dimensions:
+        unpredicted |= np.isnan(values)
+    among = mask & ~unpredicted
+    if not among.any():
+        return equal(len(mask))
     total: Scores | None = None
     weights = 0.0
     for values, weight in dimensions:
-        scores = lower_is_better(values, mask) if weight > 0.0 else None
+        scores = lower_is_better(values, among) if weight > 0.0 else None
         if scores is not None:
             part = scores * np.float32(weight)
             total = part if total is None else total + part
             weights += weight
-    return equal(len(mask)) if total is None else total / np.float32(weights)
+    blended = equal(len(mask)) if total is None else total / np.float32(weights)
+    return np.where(unpredicted, _ZERO, blended) if unpredicted.any() else blended

@@ -15,7 +15,8 @@ models within about 30 %, so no hardware table is needed.
 
 Score = cheapest cost / cost: in (0, 1], monotone, and ratios of costs are kept, so max-score picks the cheapest.
 Without a TTFT prediction the end-to-end latency stands in its place; without a TPOT prediction the decode term and TPOT
-risk are left out; without either latency, or without a prediction, None.
+risk are left out; without either latency, or without a prediction, None. An unpredicted endpoint costs what the dearest
+predicted one does, so that not knowing neither draws nor shuts out.
 """
 
 import math
@@ -80,6 +81,12 @@ class PredictedCostScorer:
         cost = self.cost_ms(context, alive)
         if cost is None:
             return None
+        unpredicted = np.isnan(cost)
+        if unpredicted.any():
+            known = cost[alive & ~unpredicted]
+            if not len(known):
+                return None
+            cost[unpredicted] = known.max()
         cost = np.maximum(cost, _LEAST_COST_MS)
         scores: Scores = np.minimum(cost[alive].min() / cost, _ONE)
         return scores
@@ -109,7 +116,7 @@ class PredictedCostScorer:
             risks = self._risks(context, prediction, requests, added)
             if risks is not None:
                 ours, others = risks
-                fading = max(1.0 - float(ours[alive].min()), 0.0)
+                fading = max(1.0 - float(np.nan_to_num(ours[alive], nan=1.0).min()), 0.0)
                 cost += np.float32(self._config.slo_risk_ms * fading) * (ours if others is None else ours + others)
         return cost
 

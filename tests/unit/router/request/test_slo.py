@@ -1,3 +1,4 @@
+import orjson
 import pytest
 
 from services.router.request.errors import InvalidRequest, RejectReason
@@ -6,6 +7,7 @@ from services.router.request.parse import ParseConfig, parse
 from services.router.request.slo import (
     control_headers,
     parse_fairness_id,
+    parse_objective,
     parse_prediction_wanted,
     parse_priority,
     parse_slo,
@@ -40,18 +42,33 @@ def test_a_value_that_is_no_duration_above_zero_is_a_400_that_names_the_header(n
     assert name in caught.value.message
 
 
-def test_priority_comes_from_its_header_else_from_the_objective():
-    objectives = {"batch": -5}
-    assert parse_priority({"x-leadtime-priority": "-3", "x-llm-d-inference-objective": "batch"}, objectives) == -3
-    assert parse_priority({"x-gateway-inference-objective": "batch"}, objectives) == -5
-    assert parse_priority({"x-llm-d-inference-objective": "unheard of"}, objectives) == 0
-    assert parse_priority({}, objectives) == 0
+def test_a_priority_is_what_its_header_says_and_nothing_without_one():
+    assert parse_priority({"x-leadtime-priority": "-3"}) == -3
+    assert parse_priority({}) is None
+
+
+def test_an_objective_is_named_in_either_spelling():
+    assert parse_objective({"x-gateway-inference-objective": " batch "}) == "batch"
+    assert parse_objective({"x-llm-d-inference-objective": ""}) is None
+    assert parse_objective({}) is None
+
+
+def test_a_session_is_named_by_header_or_by_the_prompt_cache_key_of_the_body():
+    def session(headers, **fields):
+        body = orjson.dumps({"model": "m", "prompt": "hello", **fields})
+        return parse("/v1/completions", headers, body, TokenEstimator()).session_id
+
+    assert session({"x-session-id": " a "}, prompt_cache_key="b") == "a"
+    assert session({}, prompt_cache_key="b") == "b"
+    assert session({}, prompt_cache_key=7) == session({}) == ""
+    with pytest.raises(InvalidRequest, match="x-session-id"):
+        session({"x-session-id": "x" * 513})
 
 
 @pytest.mark.parametrize("value", ["high", "1.5", "1000001", ""])
 def test_a_priority_that_is_no_small_integer_is_refused(value):
     with pytest.raises(InvalidRequest):
-        parse_priority({"x-leadtime-priority": value}, {})
+        parse_priority({"x-leadtime-priority": value})
 
 
 def test_a_fairness_id_has_a_bounded_length():

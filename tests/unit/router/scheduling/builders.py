@@ -49,8 +49,25 @@ def prediction(**outputs: Sequence[float] | npt.NDArray[Any]) -> Prediction:
     return Prediction({name: column(values) for name, values in outputs.items()}, "bundle", Rung.PREDICTOR)
 
 
-def request(*, input_tokens: float = 1000.0, max_tokens: int | None = None, slo: Slo | None = None) -> InferenceRequest:
-    return InferenceRequest("model", b"", input_tokens, max_tokens, streamed=True, slo=slo or Slo())
+def request(
+    *,
+    input_tokens: float = 1000.0,
+    max_tokens: int | None = None,
+    slo: Slo | None = None,
+    streamed: bool = True,
+    priority: int = 0,
+    session_id: str = "",
+) -> InferenceRequest:
+    return InferenceRequest(
+        "model",
+        b"",
+        input_tokens,
+        max_tokens,
+        streamed=streamed,
+        slo=slo or Slo(),
+        priority=priority,
+        session_id=session_id,
+    )
 
 
 def context(
@@ -63,9 +80,19 @@ def context(
     elapsed_ms: float = 0.0,
     expected_output_tokens: float | None = None,
     seed: int = 0,
+    streamed: bool = True,
+    priority: int = 0,
+    session_id: str = "",
 ) -> Context:
     return Context(
-        request(input_tokens=input_tokens, max_tokens=max_tokens, slo=slo),
+        request(
+            input_tokens=input_tokens,
+            max_tokens=max_tokens,
+            slo=slo,
+            streamed=streamed,
+            priority=priority,
+            session_id=session_id,
+        ),
         endpoints,
         predicted,
         np.random.default_rng(seed),

@@ -16,6 +16,7 @@ from shared.errors import ConfigurationError
 
 REGISTRY = Registry()
 PRESETS = (
+    "composite",
     "leadtime",
     "least-request",
     "lmetric",
