@@ -26,6 +26,7 @@ CONSTANTS = {
     "DESTINATION_SUBSET": "x-gateway-destination-endpoint-subset",
     "DECISION_ID": "x-leadtime-decision-id",
     "REASON": "x-leadtime-reason",
+    "DROPPED_REASON": "x-llm-d-request-dropped-reason",
     "PROBE": "x-leadtime-probe",
     "STRIPPED_FROM_CLIENTS": (
         "x-gateway-destination-endpoint",

@@ -1,8 +1,8 @@
 """What a request is owed where it doesn't say so itself: objectives by name, and each model's own. Pure.
 
-An objective is a priority and latencies; a trusted request names one by header, and a model may have a default. What the
-request says itself (priority header, SLO headers) wins, then its objective, then its model's default, half by half: a
-request that states TTFT alone keeps the model's TPOT.
+An objective is a priority and latencies; a trusted request names one by header, and a model may have a default. What
+the request says itself (priority header, SLO headers) wins, then its objective, then its model's default, half by half:
+a request that states TTFT alone keeps the model's TPOT.
 
 A priority below 0 marks what may be shed. An unknown name is no error: clients are older or newer than the table.
 """
@@ -24,7 +24,7 @@ class Objective:
     """One class of traffic. `priority` None: not its business."""
 
     priority: int | None = None
-    slo: Slo = Slo()
+    slo: Slo = field(default_factory=Slo)
 
 
 _NONE: Final = Objective()

@@ -172,7 +172,7 @@ def parse(
 
 
 def _cache_key(document: dict[str, Any]) -> str:
-    """OpenAI's wish to be answered where its prompts are cached; what isn't fit for one is the model server's to judge."""
+    """OpenAI's wish to be answered where its prompts are cached; what isn't fit for one is left to the model server."""
     key = document.get("prompt_cache_key")
     return key if isinstance(key, str) and len(key) <= MAX_SESSION_CHARACTERS else ""
 

@@ -1,5 +1,5 @@
-"""Profiles: YAML → producer, admitters, filters, weighted scorers, one picker and a fallback, checked whole; and profiles
-→ pipelines.
+"""Profiles: YAML → producer, admitters, filters, weighted scorers, one picker and a fallback, checked whole; and
+profiles → pipelines.
 
 Presets ship inside the package; an operator's own file has the same form. Everything is checked when it is read: an
 unknown plugin or key, a value out of range, a key written twice, a fallback that doesn't exist or has one of its own.

@@ -155,6 +155,7 @@ async def test_without_a_prediction_the_fallback_profile_decides() -> None:
 
 async def test_a_plugin_that_fails_costs_no_request() -> None:
     class Broken:
+        predicts = True
         profile = "broken"
 
         def run(self, context: Any, count: int) -> Any:
@@ -409,3 +410,20 @@ async def test_nobody_looks_at_what_is_not_shown_not_asked_for_or_a_probe_s(
     assert director.response_observer(result.decision_id) is None
     director.finished(result.decision_id, completed=True)
     assert samples == []
+
+
+async def test_a_sheddable_request_is_told_when_to_come_back_and_leaves_no_trace_in_the_ledger() -> None:
+    ladder = FakeLadder([900.0, 800.0, 1000.0])
+    director = make(ladder, parsing=ParseConfig(trust_request_headers=True))
+    for busy in range(len(ADDRESSES)):  # one request on each
+        ladder.ttft_ms = [1.0 if i == busy else 900.0 for i in range(len(ADDRESSES))]
+        await routed(director)
+    director.pipeline = PROFILES.pipeline("predicted-latency-slo")
+    ladder.ttft_ms = [900.0, 800.0, 1000.0]
+    sheddable = head(x_leadtime_priority="-1", x_slo_ttft_ms="10")
+    shed = await rejected(director, sheddable, body())
+    assert (shed.status, shed.reason) == (429, RejectReason.SLO_UNREACHABLE)
+    assert shed.headers()["x-llm-d-request-dropped-reason"] == "rejected-saturated"
+    assert 1 <= int(shed.headers()["retry-after"]) <= 600
+    assert director._state.in_flight == len(ADDRESSES)
+    await routed(director, head(x_leadtime_priority="0", x_slo_ttft_ms="10"))

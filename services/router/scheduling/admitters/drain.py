@@ -1,4 +1,5 @@
-"""When a request that would miss its objectives may fare better: how long the least loaded endpoint needs to drain. Pure.
+"""When a request that would miss its objectives may fare better: how long the least loaded endpoint needs to drain.
+Pure.
 
 A queue shrinks by a millisecond a millisecond, so a TTFT that is predicted x ms too late is in time x ms from now, as
 long as our own prefill fits into the objective; where it doesn't, the endpoint is as good as it gets when it is empty.

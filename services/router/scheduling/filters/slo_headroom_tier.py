@@ -2,8 +2,8 @@
 
 Every objective that is stated and predicted must be met (predicted ≤ what is left of it); one that isn't stated isn't
 asked for, so a TTFT objective alone works. Where both tiers have members, `exploration_probability` sends a request to
-the endpoints that would miss, so that one that has recovered is found. An unpredicted endpoint is of the tier that would
-miss. Without an objective or a prediction, and where all or none meet it, everyone stays.
+the endpoints that would miss, so that one that has recovered is found. An unpredicted endpoint is of the tier that
+would miss. Without an objective or a prediction, and where all or none meet it, everyone stays.
 """
 
 from typing import Annotated

@@ -1,8 +1,8 @@
 """`predicted-latency-producer`: which of the model's predictions a profile decides by.
 
 `streaming_mode` false, the published default: one latency, end to end, stands in for TTFT, and TPOT has no say, for
-traffic that mixes streamed and whole answers. True: TTFT and TPOT. null: by request, since it says whether it streams. Where
-the bundle doesn't predict what is asked for, the prediction is left as it is.
+traffic that mixes streamed and whole answers. True: TTFT and TPOT. null: by request, since it says whether it streams.
+Where the bundle doesn't predict what is asked for, the prediction is left as it is.
 
 `slo_buffer_factor` scales the TPOT objective: below 1 leaves a margin. `predict: false` asks for no prediction at all:
 samples are still made, and the profile's fallback decides.

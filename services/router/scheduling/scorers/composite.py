@@ -2,8 +2,8 @@
 
 score = (kv_weight · (1 − KV utilization) + queue_weight · (longest queue − queue) / longest queue + prefix_weight · hit
 ratio) / sum of weights. A part that can't be told (no candidate scraped, a prompt without tokens) is left out and the
-others count alone; a single candidate without a scrape gets the mean of the known. No queue anywhere: that part is 1 for
-all. None where no part can be told.
+others count alone; a single candidate without a scrape gets the mean of the known. No queue anywhere: that part is 1
+for all. None where no part can be told.
 """
 
 from typing import Annotated

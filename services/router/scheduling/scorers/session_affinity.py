@@ -1,8 +1,8 @@
 """`session-affinity-scorer`: requests of one session go to one endpoint.
 
-The session is what the client says (`x-session-id`, or OpenAI's `prompt_cache_key`). Its endpoint is found by rendezvous
-hashing: every router finds the same without sharing anything, and when an endpoint comes or goes only its own sessions
-move. 1 for the session's endpoint, 0 for the others; a request without a session: None.
+The session is what the client says (`x-session-id`, or OpenAI's `prompt_cache_key`). Its endpoint is found by
+rendezvous hashing: every router finds the same without sharing anything, and when an endpoint comes or goes only its
+own sessions move. 1 for the session's endpoint, 0 for the others; a request without a session: None.
 
 It holds among the candidates that are alive, so a filter moves a session for one request and gives it back after. A
 client can't name an endpoint by it, since it doesn't know the pool's key; it can only be consistent.

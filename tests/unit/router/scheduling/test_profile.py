@@ -173,7 +173,7 @@ def test_a_name_is_defined_once():
 
 
 def test_an_unknown_profile_names_the_known_ones():
-    with pytest.raises(ConfigurationError, match="found 'no-such'; allowed: leadtime, "):
+    with pytest.raises(ConfigurationError, match="found 'no-such'; allowed: composite, leadtime, "):
         Profiles(load_presets(REGISTRY)).pipeline("no-such")
 
 

@@ -10,6 +10,8 @@ README = (Path(package.__file__).parent / "README.md").read_text("utf-8")
 
 
 def shown(value):
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     return f"`{value}`" if isinstance(value, str) else f"{value:.6f}".rstrip("0").rstrip(".")
 
 
