@@ -3,22 +3,29 @@
 A term is relu(left · row − knot) × relu(right · row), so that the whole basis is two matrix products in float32, the
 same in numpy here and in the exported graph. Coefficients are non-negative, hence a base that never falls as load
 grows and keeps its slope beyond what was seen, where trees go flat. Hinges on the new tokens follow the measured
-knees of prefill kernels (64 to 512 tokens): without them the bias beyond the training range was −10…−16 %, with them
-0…−2 %. A column of n² is left out: the fit abuses it for the knee (41–53 % bias).
+knees of prefill kernels (64 to 512 tokens) and the slow growth after them: without hinges the bias beyond the training
+range was −10…−16 %, with them 0…−2 %. A column of n² is left out: the fit abuses it for the knee (41–53 % bias).
+
+A hinge that the rows don't reach can't be fitted. It is given `GROWTH` of the slope below it, because kernels lose
+efficiency with size and a straight line falls behind (DECISIONS.md: chosen on splits that no report uses).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from shared.features import SCHEMA, FloatMatrix, Schema
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One column of the basis; weights are by feature name. `min_rows` is how many rows it takes to be fitted."""
+    """One column of the basis; weights are by feature name. `min_rows` is how many rows it takes to be fitted.
+
+    A term with a `knot` above 0 and no `right` is a hinge of the terms with the same `left`.
+    """
 
     name: str
     left: Mapping[str, float] = field(default_factory=dict)
@@ -26,7 +33,17 @@ class Term:
     right: Mapping[str, float] = field(default_factory=dict)
     scale: float = 1.0
     min_rows: int = 0
+    growth: float = 0.0
+    """For a hinge out of the rows' reach: its coefficient as a share of the slope below it"""
 
+
+PREFILL_KNOTS: Final = (64, 128, 256, 512, 1024, 2048, 4096)
+GROWTH: Final = 0.01
+# From an old GPU to one with little to do per token; without these a backlog of twice the trained was −15…−28 % off.
+TOKENS_PER_MS: Final = (4.0, 12.0, 36.0)
+# A hinge is in reach where so many rows lie beyond its knot by this factor: a slope needs points along it.
+REACH_FACTOR: Final = 1.4
+REACH_ROWS: Final = 20
 
 _OWN: Final = {"uncached_tokens": 1.0}
 _BACKLOG: Final = {"uncached_tokens": 1.0, "pending_uncached_tokens": 1.0}
@@ -40,12 +57,17 @@ PREFILL_TERMS: Final = (
     Term("decoding", {"decoding_requests": 1.0}),
     # New tokens attend to the cached ones and to half of themselves.
     Term("attention", _OWN, right={"input_tokens": 1.0, "uncached_tokens": -0.5}, scale=1e-6, min_rows=50),
-    *(Term(f"own uncached over {knot}", _OWN, knot, scale=1e-3, min_rows=50) for knot in (64, 128, 256, 512)),
+    *(Term(f"own uncached over {knot}", _OWN, knot, scale=1e-3, min_rows=50, growth=GROWTH) for knot in PREFILL_KNOTS),
     Term("pending", {"pending_requests": 1.0}, min_rows=50),
     Term("decode context", {"decode_context_tokens": 1.0}, scale=1e-3, min_rows=50),
     # Every chunk of the backlog runs beside the decoding batch and pays for its context again.
     Term("backlog beside decodes", _BACKLOG, right={"decoding_requests": 1.0}, scale=1e-3, min_rows=200),
     Term("backlog beside context", _BACKLOG, right={"decode_context_tokens": 1.0}, scale=1e-6, min_rows=200),
+    # The oldest pending request has been worked on since it came: at some rate, which the fit picks from three.
+    *(
+        Term(f"backlog less its age at {rate}", {**_BACKLOG, "oldest_pending_age_ms": -rate}, scale=1e-3, min_rows=200)
+        for rate in TOKENS_PER_MS
+    ),
     Term("waiting beyond the ledger", {"waiting_requests": 1.0, "pending_requests": -1.0}, min_rows=200),
     Term("step time", {"step_time_ms": 1.0}, min_rows=200),
 )
@@ -71,7 +93,7 @@ TERMS: Final[Mapping[str, tuple[Term, ...]]] = {"ttft": PREFILL_TERMS, "tpot": D
 class Basis:
     """Terms as matrices: `left`, `right` float32 (F, B), `left_offset`, `right_offset` float32 (B,). Column 0 is 1."""
 
-    __slots__ = ("left", "left_offset", "min_rows", "names", "right", "right_offset")
+    __slots__ = ("_hinges", "left", "left_offset", "min_rows", "names", "right", "right_offset")
 
     def __init__(self, terms: Sequence[Term], schema: Schema = SCHEMA) -> None:
         self.names = ("constant", *(term.name for term in terms))
@@ -82,6 +104,12 @@ class Basis:
         self.right_offset = np.ones(shape[1], np.float32)
         self.left_offset[0] = 1.0
         self.min_rows = np.array([0, *(term.min_rows for term in terms)])
+        # Column, its height where the reach begins, its growth, the columns that make the slope below it.
+        self._hinges = [
+            (column, (REACH_FACTOR - 1) * term.knot * term.scale, term.growth, _slope_below(terms, term))
+            for column, term in enumerate(terms, start=1)
+            if term.knot > 0 and not term.right
+        ]
         for column, term in enumerate(terms, start=1):
             for name, weight in term.left.items():
                 self.left[schema.index[name], column] = weight * term.scale
@@ -98,6 +126,29 @@ class Basis:
         left = np.maximum(rows @ self.left + self.left_offset, np.float32(0))
         right = np.maximum(rows @ self.right + self.right_offset, np.float32(0))
         return np.asarray(left * right, np.float32)
+
+    def reached(self, columns: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Which columns the evaluated rows (n, B) can fit, (B,): all but hinges with too few rows well beyond them."""
+        reached = np.ones(len(self), np.bool_)
+        for column, height, _, _ in self._hinges:
+            reached[column] = np.count_nonzero(columns[:, column] >= height) >= REACH_ROWS
+        return reached
+
+    def grown(self, coefficients: npt.NDArray[np.float64], reached: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+        """The coefficients (B,) with hinges out of reach set to their share of the slope below them."""
+        grown = coefficients.copy()
+        for column, _, growth, below in self._hinges:
+            if not reached[column]:
+                grown[column] = growth * grown[below].sum()
+        return grown
+
+
+def _slope_below(terms: Sequence[Term], hinge: Term) -> list[int]:
+    return [
+        column
+        for column, term in enumerate(terms, start=1)
+        if term.left == hinge.left and term.scale == hinge.scale and not term.right and term.knot < hinge.knot
+    ]
 
 
 def basis_of(target: str) -> Basis:

@@ -35,11 +35,11 @@ class TrainerSettings(ServiceSettings):
     """At a start, at most this many of the stream's newest samples rebuild the window: four windows."""
     remembered_ids: Annotated[int, Field(ge=1_000, le=5_000_000)] = 200_000
     """Decision ids remembered to know doubles; at least the replay, or doubles of old samples aren't known."""
-    rounds: Annotated[int, Field(ge=1, le=1_000)] = 80
+    rounds: Annotated[int, Field(ge=1, le=1_000)] = 60
     """Trees of each residual booster."""
     depth: Annotated[int, Field(ge=1, le=8)] = 4
     """Depth of its trees."""
-    learning_rate: Annotated[float, Field(gt=0, le=1)] = 0.1
+    learning_rate: Annotated[float, Field(gt=0, le=1)] = 0.13
     threads: Annotated[int, Field(ge=1, le=64)] = 1
     """Threads of XGBoost. Set, never taken from the host's cores: a container may use fewer."""
     seed: Annotated[int, Field(ge=0, le=2_147_483_647)] = 1

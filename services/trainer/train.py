@@ -12,7 +12,7 @@ thresholds are values of the data, and comparing them in float64 changed 59 % of
 Limits: NaN never enters a tree. One booster per output: multi-quantile and log-link objectives convert wrongly.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -50,15 +50,21 @@ DECISIVE: Final = (
 class FitOptions:
     """Hyperparameters. Row counts say from how many rows on a part is fitted; `rows_per_round` thins small boosters."""
 
-    rounds: int = 80
+    rounds: int = 60
     depth: int = 4
-    learning_rate: float = 0.1
+    learning_rate: float = 0.13
     max_bin: int = 64
-    min_child_weight: float = 5.0
+    leaf_rows: int = 20
+    """Least rows (weighted) of a residual leaf"""
+    tpot_leaf_rows: int = 200
+    leaf_share: float = 0.04
+    """Neither is more than this share of all rows"""
     tree_min_rows: int = 60
     rows_per_round: int = 10
-    spread_rounds: int = 40
+    spread_rounds: int = 20
     spread_depth: int = 3
+    spread_learning_rate: float = 0.2
+    spread_leaf_rows: int = 5
     spread_min_rows: int = 300
     class_min_rows: int = 200
     class_scale_min_rows: int = 10
@@ -205,7 +211,8 @@ def fit_target(
 ) -> TargetModel:
     """Fit one target on n ≥ 1 rows: float32 (n, F), positive latencies (n,), weights (n,)."""
     trees = tree_matrix(rows)
-    rng = np.random.default_rng(options.seed)
+    # A stream of its own: rows that were drawn from the same seed would be split by their values.
+    rng = np.random.default_rng((options.seed, len(rows)))
     if len(rows) >= options.spread_min_rows:
         # Conformal rows are drawn by lot and seen by no part of the model.
         apart = rng.random(len(rows)) < options.calibration_fraction
@@ -219,6 +226,8 @@ def fit_target(
             weights[kept],
             rounds=options.spread_rounds,
             depth=options.spread_depth,
+            learning_rate=options.spread_learning_rate,
+            leaf_rows=options.spread_leaf_rows,
             options=options,
         )
         scale = TargetModel(base, residual, spread, np.float32(0), np.float32(0), np.float32(0)).scale(trees[apart])
@@ -245,7 +254,20 @@ def _fit_median(
     residual = np.log(y_ms) - np.log(base.predict(rows))
     # A few hundred rows can't carry as many trees as thousands.
     rounds = min(options.rounds, max(1, len(rows) // options.rows_per_round))
-    return base, _boost(trees, residual, weights, rounds=rounds, depth=options.depth, options=options)
+    # Out of range the last leaf is held: of TPOT, where single kernels have bumps, it is the mean of many rows.
+    wanted = options.tpot_leaf_rows if target == "tpot" else options.leaf_rows
+    leaf_rows = max(1, min(wanted, int(options.leaf_share * len(rows))))
+    booster = _boost(
+        trees,
+        residual,
+        weights,
+        rounds=rounds,
+        depth=options.depth,
+        learning_rate=options.learning_rate,
+        leaf_rows=leaf_rows,
+        options=options,
+    )
+    return base, booster
 
 
 def _boost(
@@ -255,6 +277,8 @@ def _boost(
     *,
     rounds: int,
     depth: int,
+    learning_rate: float,
+    leaf_rows: int,
     options: FitOptions,
 ) -> xgb.Booster:
     parameters = {
@@ -262,9 +286,9 @@ def _boost(
         "tree_method": "hist",
         "base_score": 0.0,
         "max_depth": depth,
-        "eta": options.learning_rate,
+        "eta": learning_rate,
         "max_bin": options.max_bin,
-        "min_child_weight": options.min_child_weight * float(weights.mean()),
+        "min_child_weight": leaf_rows * float(weights.mean()),
         "nthread": options.threads,
         "seed": options.seed,
     }
@@ -313,7 +337,7 @@ def fit_base(
     columns = basis.evaluate(rows).astype(np.float64)
     y = y_ms.astype(np.float64)
     row_weights = np.sqrt(weights / y)
-    pooled = _nonnegative(columns, y, row_weights, basis.min_rows)
+    pooled = _solve(basis, columns, y, row_weights)
     coefficients = [pooled]
     slots = np.zeros(HARDWARE_CODES, np.int64)
     codes = rows[:, SCHEMA.index["hardware_class"]].astype(np.int64)
@@ -324,7 +348,7 @@ def fit_base(
             continue
         own = codes == code
         if count >= options.class_min_rows:
-            row = _nonnegative(columns[own], y[own], row_weights[own], basis.min_rows)
+            row = _solve(basis, columns[own], y[own], row_weights[own])
         else:
             # Shrunk towards the pool: at 10 rows a third of the difference is believed, at 200 ten elevenths.
             ratio = np.median(np.log(y[own]) - np.log(np.maximum(columns[own] @ pooled, floor_ms)))
@@ -334,9 +358,16 @@ def fit_base(
     return Base(basis, np.array(coefficients, np.float32), slots, np.float32(floor_ms))
 
 
-def _nonnegative(columns: Floats, y: Floats, row_weights: Floats, min_rows: Sequence[int] | npt.NDArray[Any]) -> Floats:
-    """Coefficients ≥ 0, (B,), of weighted least squares; columns whose `min_rows` isn't reached stay 0."""
-    allowed = np.flatnonzero(np.asarray(min_rows) <= len(y))
+def _solve(basis: Basis, columns: Floats, y: Floats, row_weights: Floats) -> Floats:
+    """Coefficients of one set of evaluated rows, (B,), ≥ 0."""
+    reached = basis.reached(columns)
+    coefficients = _nonnegative(columns, y, row_weights, (basis.min_rows <= len(y)) & reached)
+    return basis.grown(coefficients, reached)
+
+
+def _nonnegative(columns: Floats, y: Floats, row_weights: Floats, fitted: npt.NDArray[np.bool_]) -> Floats:
+    """Coefficients ≥ 0, (B,), of weighted least squares; columns that aren't `fitted` stay 0."""
+    allowed = np.flatnonzero(fitted)
     weighted = columns[:, allowed] * row_weights[:, None]
     norms = np.linalg.norm(weighted, axis=0)
     norms[norms == 0] = 1.0

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.basis import TERMS, Basis, backlog_tokens, basis_of, tree_matrix, tree_names
+from services.trainer.basis import GROWTH, REACH_ROWS, TERMS, Basis, backlog_tokens, basis_of, tree_matrix, tree_names
 from shared.features import SCHEMA
 from tests.unit.trainer.snapshots import rows_of
 
@@ -37,6 +37,39 @@ def test_an_unknown_output_length_has_its_own_column():
     column = basis.names.index("output unknown")
     rows = rows_of(2, expected_output_tokens=[0, 200], expected_output_tokens_known=[0, 1])
     assert basis.evaluate(rows)[:, column].tolist() == [1.0, 0.0]
+
+
+def test_the_oldest_pending_request_has_been_worked_on_since_it_came():
+    rows = rows_of(2, uncached_tokens=100, pending_uncached_tokens=900, oldest_pending_age_ms=[50, 500])
+    basis = basis_of("ttft")
+    values = basis.evaluate(rows)
+    column = basis.names.index("backlog less its age at 4.0")
+    assert values[:, column].tolist() == pytest.approx([0.8, 0.0])
+
+
+@pytest.mark.parametrize(("longest", "last"), [(150, 64), (1024, 512), (1500, 1024), (9000, 4096)])
+def test_a_hinge_counts_as_reached_with_enough_rows_well_beyond_it(longest, last):
+    rows = rows_of(REACH_ROWS, uncached_tokens=longest)
+    basis = basis_of("ttft")
+    reached = dict(zip(basis.names, basis.reached(basis.evaluate(rows)).tolist(), strict=True))
+    knots = [int(name.removeprefix("own uncached over ")) for name in reached if name.startswith("own uncached over")]
+    assert [knot for knot in knots if reached[f"own uncached over {knot}"]] == [knot for knot in knots if knot <= last]
+    assert all(value for name, value in reached.items() if " over " not in name)
+    assert not basis.reached(basis.evaluate(rows[1:]))[basis.names.index("own uncached over 64")]
+
+
+def test_a_hinge_out_of_reach_takes_its_share_of_the_slope_below_it():
+    basis = basis_of("ttft")
+    reached = basis.reached(basis.evaluate(rows_of(REACH_ROWS, uncached_tokens=1024)))
+    coefficients = np.zeros(len(basis))
+    coefficients[basis.names.index("own uncached")] = 30.0
+    coefficients[basis.names.index("own uncached over 512")] = 20.0
+    grown = dict(zip(basis.names, basis.grown(coefficients, reached).tolist(), strict=True))
+    assert grown["own uncached over 512"] == 20.0
+    assert grown["own uncached over 256"] == 0.0
+    assert grown["own uncached over 1024"] == pytest.approx(50.0 * GROWTH)
+    assert grown["own uncached over 2048"] == pytest.approx(50.0 * (1 + GROWTH) * GROWTH)
+    assert grown["pending uncached"] == 0.0
 
 
 @pytest.mark.parametrize("target", list(TERMS))
