@@ -3,7 +3,6 @@
 Probes and metrics are open; everything else needs the bearer token where one is set.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Query
@@ -12,8 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from services.router.director import Director
 from services.router.metrics import RouterMetrics
+from services.router.policies import Policies
 from services.router.predict.ladder import Ladder
-from services.router.scheduling.pipeline import Pipeline
 from services.router.settings import RouterSettings
 from services.router.state.pool import PoolState
 from shared.clock import Clock
@@ -38,9 +37,9 @@ def admin_app(
     ladder: Ladder,
     metrics: RouterMetrics,
     clock: Clock,
-    pipeline: Callable[[str], Pipeline],
+    policies: Policies,
 ) -> FastAPI:
-    """Build the app; `pipeline` makes one by its profile's name and raises ConfigurationError for an unknown one."""
+    """Build the app."""
     app = probe_app("router", readiness, registry)
     guarded = [require_token(settings)]
 
@@ -77,10 +76,14 @@ def admin_app(
         director.ttft_error.reset()
         return {"status": "ok"}
 
+    @app.get("/v1/profile", dependencies=guarded)
+    async def profile() -> dict[str, Any]:
+        return policies.describe()
+
     @app.put("/v1/profile", dependencies=guarded)
     async def choose_profile(choice: ProfileChoice) -> dict[str, str]:
         try:
-            director.pipeline = pipeline(choice.name)
+            policies.choose(choice.name)
         except ConfigurationError as error:
             raise HTTPException(400, str(error)) from None
         return {"profile": director.pipeline.profile}

@@ -31,6 +31,7 @@ from services.router.predict.types import Prediction
 from services.router.request.aliases import ModelAliases
 from services.router.request.errors import RejectReason, RequestRejected, Shed, UnsupportedEncoding
 from services.router.request.inference_request import InferenceRequest
+from services.router.request.objectives import Objectives
 from services.router.request.parse import ParseConfig, Route, parse, plain_body, route_of
 from services.router.request.rewrite import replace_model
 from services.router.request.slo import control_headers
@@ -91,12 +92,16 @@ class Director:
 
     @property
     def pipeline(self) -> Pipeline:
-        """The policy in force; may be exchanged between two requests."""
+        """The policy in force."""
         return self._core.pipeline
 
-    @pipeline.setter
-    def pipeline(self, pipeline: Pipeline) -> None:
+    def use_pipeline(self, pipeline: Pipeline) -> None:
+        """Decide by this one from the next request on."""
         self._core.pipeline = pipeline
+
+    def use_objectives(self, objectives: Objectives) -> None:
+        """Read requests by this table from the next one on."""
+        self._options = replace(self._options, parsing=replace(self._options.parsing, objectives=objectives))
 
     async def decide(self, head: RequestHead, body: bytes | None) -> Routed | RequestRejected:
         """Find endpoints for one request; never raises for what a client sent."""

@@ -22,8 +22,8 @@ from services.router.director import Director, DirectorOptions
 from services.router.extproc.server import ExtProcServer
 from services.router.extproc.tls import TlsFiles, from_files, self_signed
 from services.router.metrics import RouterMetrics
-from services.router.objectives_file import read_objectives
 from services.router.outcomes import OutcomeSubscriber
+from services.router.policies import Policies, PolicySettings
 from services.router.predict.bundles import BundleWatcher
 from services.router.predict.client import ClientConfig, PredictorClient
 from services.router.predict.ladder import Ladder, LadderConfig
@@ -32,8 +32,6 @@ from services.router.request.aliases import ModelAliases
 from services.router.request.parse import ParseConfig
 from services.router.request.tokens import TokenEstimator
 from services.router.sample_sink import SampleSink, parse_collectors
-from services.router.scheduling.profile import Profiles, load_presets, load_profile_file
-from services.router.scheduling.registry import Registry
 from services.router.settings import RouterSettings
 from services.router.state.discovery import Discovery, DiscoveryConfig, parse_endpoints
 from services.router.state.exposition import EndpointCollector
@@ -58,8 +56,17 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
     clock = SystemClock()
     registry = CollectorRegistry()
     readiness = Readiness(_ENDPOINT)
-    pipeline = _profiles(settings).pipeline
-    policy = pipeline(settings.profile)
+    policies = Policies(
+        PolicySettings(
+            settings.profile,
+            settings.profile_file,
+            settings.objectives,
+            settings.model_objectives,
+            settings.objectives_file,
+        ),
+        registry,
+        clock,
+    )
     rng = random.Random(secrets.randbits(64))  # noqa: S311 - jitter
 
     salt = settings.prefix_salt.get_secret_value().encode() if settings.prefix_salt else secrets.token_bytes(32)
@@ -93,9 +100,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
                 decision_budget_ms=settings.decision_budget_ms,
                 parsing=ParseConfig(
                     trust_request_headers=settings.trust_request_headers,
-                    objectives=read_objectives(
-                        settings.objectives, settings.model_objectives, settings.objectives_file
-                    ),
+                    objectives=policies.objectives,
                     max_body_bytes=settings.max_body_bytes,
                 ),
                 aliases=aliases,
@@ -104,12 +109,14 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
             ),
             state,
             ladder,
-            policy,
+            policies.pipeline(),
             metrics,
             clock,
             np.random.default_rng(),
             sink.offer if sink else None,
         )
+        policies.on_pipeline = director.use_pipeline
+        policies.on_objectives = director.use_objectives
         outcomes = OutcomeSubscriber(settings.pool, settings.nats.connect_options(), director.observe, registry)
         token = settings.extproc_token
         extproc = ExtProcServer(
@@ -119,10 +126,10 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
             max_body_bytes=settings.max_body_bytes,
             token=token.get_secret_value() if token else None,
         )
-        app = admin_app(settings, readiness, registry, director, state, ladder, metrics, clock, pipeline)
+        app = admin_app(settings, readiness, registry, director, state, ladder, metrics, clock, policies)
         async with (
             serve_http(app, settings.http_host, settings.http_port) as http,
-            background(stop, discovery.run(), scraper.run(), outcomes.run()),
+            background(stop, discovery.run(), scraper.run(), outcomes.run(), policies.run()),
         ):
             await _first_endpoint(state, stop)
             ports = await extproc.start(
@@ -179,12 +186,6 @@ async def _predictions(
             clock,
             config=LadderConfig(first=settings.ladder, remote_ms=settings.predict_deadline_ms),
         )
-
-
-def _profiles(settings: RouterSettings) -> Profiles:
-    registry = Registry()
-    own = [load_profile_file(settings.profile_file, registry)] if settings.profile_file else []
-    return Profiles([*load_presets(registry), *own])
 
 
 def _credentials(settings: RouterSettings) -> grpc.ServerCredentials | None:

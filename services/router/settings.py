@@ -44,10 +44,10 @@ class RouterSettings(ServiceSettings):
     """Bearer token that the predictors ask for."""
     ladder: Literal["predictor", "in_process"] = "predictor"
     """Which step of the ladder is tried first."""
-    profile: str = "leadtime"
-    """Name of a preset or of a profile in `profile_file`."""
+    profile: str | None = None
+    """Name of a preset or of the profile in `profile_file`; without it that file's, else `leadtime`."""
     profile_file: Path | None = None
-    """YAML with profiles of one's own."""
+    """YAML with a profile of one's own, or an `EndpointPickerConfig`; read again when it changes."""
     decision_budget_ms: PositiveMs = 100.0
     predict_deadline_ms: PositiveMs = 40.0
     """Deadline of one prediction, all replicas together; inside the decision budget."""

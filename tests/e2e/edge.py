@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,9 +163,17 @@ def sha(data: bytes) -> str:
 
 @contextlib.asynccontextmanager
 async def running_edge(
-    shape: Shape, directory: Path, servers: int = 3, *, by_response_stream: bool = False
+    shape: Shape,
+    directory: Path,
+    servers: int = 3,
+    *,
+    by_response_stream: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Edge]:
-    """Everything, started and awaited. `by_response_stream`: completions come from the router, none from Envoy."""
+    """Everything, started and awaited. `by_response_stream`: completions come from the router, none from Envoy.
+
+    `environment`: the router's, over what stands here.
+    """
     edge: Edge | None = None
 
     def play(number: int) -> Callable[[Seen], Script]:
@@ -194,6 +202,7 @@ async def running_edge(
                 "LEADTIME_REDIS_URL": f"redis://127.0.0.1:{free_port()}/0",
                 "LEADTIME_ROUTER_COLLECTORS": collector.url if by_response_stream else "",
                 "ORT_DISABLE_TELEMETRY": "1",
+                **(environment or {}),
             },
         )
         stack.push_async_callback(router.stop, grace_s=2.0)

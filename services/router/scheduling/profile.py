@@ -8,7 +8,6 @@ unknown plugin or key, a value out of range, a key written twice, a fallback tha
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
@@ -32,6 +31,9 @@ class Choice:
         """A fresh instance of the plugin."""
         return self.plugin.build(self.config)
 
+    def as_dict(self) -> dict[str, Any]:
+        return {"plugin": self.plugin.name, "config": self.config.model_dump()}
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -45,6 +47,19 @@ class Profile:
     fallback: str | None
     producer: Choice | None = None
     admitters: tuple[Choice, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole profile with every value that holds, defaults too, as it could be written."""
+        return {
+            "name": self.name,
+            "description": self.description,
+            "producer": None if self.producer is None else self.producer.as_dict(),
+            "admitters": [choice.as_dict() for choice in self.admitters],
+            "filters": [choice.as_dict() for choice in self.filters],
+            "scorers": [{**choice.as_dict(), "weight": choice.weight} for choice in self.scorers],
+            "picker": self.picker.as_dict(),
+            "fallback": self.fallback,
+        }
 
 
 class _PluginDocument(StrictConfig):
@@ -67,7 +82,7 @@ class _ProfileDocument(StrictConfig):
     fallback: str | None = None
 
 
-class _Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """safe_load that refuses a key written twice: YAML's own loader keeps the last in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -83,7 +98,7 @@ class _Loader(yaml.SafeLoader):
 def parse_profile(text: str, source: str, registry: Registry) -> Profile:
     """YAML → checked profile; `source` names it in faults. Raises ConfigurationError."""
     try:
-        document = _Loader(text).get_single_data()
+        document = YamlLoader(text).get_single_data()
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{source}: not YAML: {error}") from None
     parsed = validated(_ProfileDocument, document, source)
@@ -106,15 +121,6 @@ def load_presets(registry: Registry) -> tuple[Profile, ...]:
     files = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
     presets = [parse_profile(file.read_text("utf-8"), f"preset {file.name}", registry) for file in files]
     return tuple(sorted(presets, key=lambda profile: profile.name))
-
-
-def load_profile_file(path: Path, registry: Registry) -> Profile:
-    """An operator's own profile; raises ConfigurationError, also for a file that can't be read."""
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"profile file {path}: can't be read ({type(error).__name__})") from None
-    return parse_profile(text, f"profile file {path}", registry)
 
 
 class Profiles:

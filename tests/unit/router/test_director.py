@@ -162,7 +162,7 @@ async def test_a_plugin_that_fails_costs_no_request() -> None:
             raise ZeroDivisionError
 
     director = make(FakeLadder([1.0, 2.0, 3.0]))
-    director.pipeline = Broken()  # type: ignore[assignment]
+    director.use_pipeline(Broken())  # type: ignore[arg-type]
     assert len((await routed(director)).destinations) == 3
     assert director._state.in_flight == 1
 
@@ -418,7 +418,7 @@ async def test_a_sheddable_request_is_told_when_to_come_back_and_leaves_no_trace
     for busy in range(len(ADDRESSES)):  # one request on each
         ladder.ttft_ms = [1.0 if i == busy else 900.0 for i in range(len(ADDRESSES))]
         await routed(director)
-    director.pipeline = PROFILES.pipeline("predicted-latency-slo")
+    director.use_pipeline(PROFILES.pipeline("predicted-latency-slo"))
     ladder.ttft_ms = [900.0, 800.0, 1000.0]
     sheddable = head(x_leadtime_priority="-1", x_slo_ttft_ms="10")
     shed = await rejected(director, sheddable, body())

@@ -3,15 +3,16 @@
 from importlib import resources
 
 import pytest
+import yaml
 
+from services.router.policies import DEFAULT_PROFILE
 from services.router.scheduling.profile import (
     Profiles,
     load_presets,
-    load_profile_file,
     parse_profile,
 )
+from services.router.scheduling.profile_file import load_profile_file
 from services.router.scheduling.registry import PLUGINS, Kind, Registry
-from services.router.settings import RouterSettings
 from shared.errors import ConfigurationError
 
 REGISTRY = Registry()
@@ -56,7 +57,7 @@ def fault_of(text):
 
 def test_the_presets_load_under_their_names():
     assert tuple(profile.name for profile in load_presets(REGISTRY)) == PRESETS
-    assert RouterSettings.model_fields["profile"].default in PRESETS
+    assert DEFAULT_PROFILE in PRESETS
 
 
 def test_a_preset_s_file_bears_its_name():
@@ -180,7 +181,7 @@ def test_an_unknown_profile_names_the_known_ones():
 def test_a_profile_file_is_read_and_a_missing_one_is_a_configuration_error(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(WHOLE, "utf-8")
-    assert load_profile_file(path, REGISTRY).name == "mine"
+    assert load_profile_file(path, REGISTRY).profile.name == "mine"
     with pytest.raises(ConfigurationError, match="can't be read"):
         load_profile_file(tmp_path / "other.yaml", REGISTRY)
 
@@ -193,3 +194,15 @@ def test_a_plugin_stands_in_the_table_once():
 def test_the_table_can_be_walked():
     assert [plugin.name for plugin in REGISTRY] == [plugin.name for plugin in PLUGINS]
     assert REGISTRY.find(Kind.SCORER, "queue-scorer", "here").kind is Kind.SCORER
+
+
+def test_a_profile_tells_all_its_values_and_they_make_the_same_profile_again():
+    profile = parse(WHOLE)
+    told = profile.as_dict()
+    assert told["filters"][0]["config"]["exploration_probability"] == 0.01
+    assert told["scorers"][0] == {
+        "plugin": "latency-scorer",
+        "weight": 2.5,
+        "config": {"ttft_weight": 0.8, "tpot_weight": 0.2, "strategy": "most", "quantile": "p50"},
+    }
+    assert parse(yaml.safe_dump(told)) == profile
