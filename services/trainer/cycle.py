@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version as installed
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import orjson
@@ -18,10 +18,10 @@ from services.trainer.basis import backlog_tokens
 from services.trainer.calibrate import CalibrationOptions, Calibrator
 from services.trainer.champion import Champion
 from services.trainer.evaluate import HeldOut, Verdict, breakdown, censored_beyond_p90, judge, metrics
-from services.trainer.export import Parity, Rendered, parity, parity_rows, render, stamp
+from services.trainer.export import BoosterToGraph, Parity, Rendered, parity, parity_rows, render, serialize
 from services.trainer.train import FitOptions, LatencyModel, fit, split
 from services.trainer.window import Snapshot
-from shared.bundle import Bundle, BundleManifest, Rendering, TargetMetrics, bundle_version
+from shared.bundle import Bundle, BundleManifest, Rendering, RenderingName, TargetMetrics, bundle_version
 from shared.errors import IntegrityError
 from shared.features import SCHEMA, FloatMatrix
 from shared.inference import BundleModel
@@ -40,6 +40,18 @@ class CycleOptions:
     fit: FitOptions = field(default_factory=FitOptions)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     parity_tolerance: float = 1e-4
+    tensor: BoosterToGraph | None = None
+    """Makes the tensor rendering, where there is a maker"""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOutcome:
+    """Whether the bundle lists a tensor rendering, how far it strays, and why it isn't listed."""
+
+    listed: bool
+    parity: Parity | None
+    detail: str
+    cpu_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,8 @@ class CycleReport:
     gains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     converter: str = ""
     parity: Parity | None = None
+    tensor: TensorOutcome | None = None
+    """None where no tensor rendering was tried"""
     champion: Champion | None = None
     calibrator: Calibrator | None = None
     wall_ms: float = 0.0
@@ -118,46 +132,100 @@ def _held_out(snapshot: Snapshot, fraction: float) -> dict[str, HeldOut]:
 
 
 def _export(snapshot: Snapshot, model: LatencyModel, options: CycleOptions, report: CycleReport) -> CycleReport:
+    """Render, prove and pack. Without a proven tree-ensemble rendering there is no bundle; a tensor one may be absent."""
+    rows = parity_rows(model, snapshot.rows, np.random.default_rng(options.fit.seed))
+    expected = model.predict(rows)
     try:
-        rendered = render(model, _metadata(model, options.pool, report))
-        version = bundle_version(report.created_unix_ms, rendered.graph)
-        rendered = Rendered(stamp(rendered.graph, {"leadtime.version": version}), rendered.converter)
-        bundle = _bundle(rendered, version, model, options.pool, report)
-        session = BundleModel(bundle)
+        rendered = render(model)
+        version = bundle_version(report.created_unix_ms, rendered.model.SerializeToString())
+        metadata = _metadata(model, version, options.pool, report)
+        bundle = _bundle(model, version, options.pool, report)
+        bundle, session, checked = _with_rendering(bundle, "tree_ensemble", rendered, metadata, expected, rows)
     except (ValueError, IntegrityError) as error:
         return replace(report, verdict=replace(report.verdict, accepted=False, reason="export", detail=str(error)))
-    rows = parity_rows(model, snapshot.rows, np.random.default_rng(options.fit.seed))
-    checked = parity(session.predict, model, rows)
     report = replace(report, converter=rendered.converter, parity=checked)
     if not checked.max_relative_error <= options.parity_tolerance:
-        detail = f"relative error {checked.max_relative_error:.2e} on {checked.rows} rows"
-        return replace(report, verdict=replace(report.verdict, accepted=False, reason="parity", detail=detail))
-    proven = bundle.manifest.renderings[0].model_copy(
-        update={"parity_max_relative_error": checked.max_relative_error, "parity_rows": checked.rows}
-    )
-    bundle = Bundle(bundle.manifest.model_copy(update={"renderings": [proven]}), bundle.graphs)
+        return replace(report, verdict=replace(report.verdict, accepted=False, reason="parity", detail=_told(checked)))
+    if options.tensor is not None:
+        bundle, report = _with_tensor(bundle, model, options, metadata, expected, rows, report)
     champion = Champion(bundle, session, saved=False)
     return replace(report, champion=champion, calibrator=warmed(snapshot, champion, options.calibration))
 
 
-def _metadata(model: LatencyModel, pool: str, report: CycleReport) -> dict[str, str]:
-    return {
-        "leadtime.pool": pool,
-        "leadtime.schema_hash": SCHEMA.hash,
-        "leadtime.features": orjson.dumps(SCHEMA.names).decode(),
-        "leadtime.outputs": orjson.dumps(model.outputs).decode(),
-        "leadtime.window_samples": str(report.window_samples),
-    }
+def _with_tensor(
+    bundle: Bundle,
+    model: LatencyModel,
+    options: CycleOptions,
+    metadata: Mapping[str, str],
+    expected: FloatMatrix,
+    rows: FloatMatrix,
+    report: CycleReport,
+) -> tuple[Bundle, CycleReport]:
+    """The bundle with its tensor rendering where that can be made and passes parity, else as it was."""
+    began = time.thread_time()
+    outcome: TensorOutcome
+    try:
+        rendered = render(model, options.tensor)
+        both, _, checked = _with_rendering(bundle, "tensor", rendered, metadata, expected, rows)
+        outcome = TensorOutcome(checked.max_relative_error <= options.parity_tolerance, checked, _told(checked))
+    except (ValueError, IntegrityError) as error:
+        outcome = TensorOutcome(False, None, str(error))
+    outcome = replace(outcome, cpu_ms=(time.thread_time() - began) * 1e3)
+    return (both if outcome.listed else bundle), replace(report, tensor=outcome)
 
 
-def _bundle(rendered: Rendered, version: str, model: LatencyModel, pool: str, report: CycleReport) -> Bundle:
-    rendering = Rendering(
-        name="tree_ensemble",
-        sha256=hashlib.sha256(rendered.graph).hexdigest(),
-        size_bytes=len(rendered.graph),
-        parity_max_relative_error=float("inf"),
-        parity_rows=0,
+def _with_rendering(
+    bundle: Bundle,
+    name: RenderingName,
+    rendered: Rendered,
+    metadata: Mapping[str, str],
+    expected: FloatMatrix,
+    rows: FloatMatrix,
+) -> tuple[Bundle, BundleModel, Parity]:
+    """The bundle with one rendering more, its session on the runtime that readers use, and its parity there."""
+    graph = serialize(
+        rendered.model, {**metadata, "leadtime.rendering": name, "leadtime.converter": rendered.converter}
     )
+    sha256 = hashlib.sha256(graph).hexdigest()
+    entry = Rendering(
+        name=name, sha256=sha256, size_bytes=len(graph), parity_max_relative_error=float("inf"), parity_rows=0
+    )
+    manifest = bundle.manifest
+    session = BundleModel(Bundle(manifest, {name: graph}), rendering=name)
+    checked = parity(session.predict, expected, rows)
+    entry = entry.model_copy(
+        update={"parity_max_relative_error": checked.max_relative_error, "parity_rows": checked.rows}
+    )
+    libraries = manifest.libraries | {f"{name} converter": rendered.converter}
+    manifest = manifest.model_copy(update={"renderings": [*manifest.renderings, entry], "libraries": libraries})
+    return Bundle(manifest, {**bundle.graphs, name: graph}), session, checked
+
+
+def _told(checked: Parity) -> str:
+    return f"relative error {checked.max_relative_error:.2e} on {checked.rows} rows"
+
+
+def _metadata(model: LatencyModel, version: str, pool: str, report: CycleReport) -> dict[str, str]:
+    """What a graph says of itself where its bundle is lost."""
+    features = [
+        {"name": f.name, "unit": f.unit, "low": f.low, "high": f.high, "default": f.default} for f in SCHEMA.features
+    ]
+    values: dict[str, Any] = {
+        "schema": features,
+        "outputs": model.outputs,
+        "created_unix_ms": report.created_unix_ms,
+        "window_samples": report.window_samples,
+        "feature_low": model.feature_low.tolist(),
+        "feature_high": model.feature_high.tolist(),
+        "metrics": {target: found.model_dump() for target, found in report.metrics.items()},
+    }
+    texts = {"pool": pool, "version": version, "schema_hash": SCHEMA.hash}
+    encoded = {name: orjson.dumps(value).decode() for name, value in values.items()}
+    return {f"leadtime.{name}": text for name, text in (texts | encoded).items()}
+
+
+def _bundle(model: LatencyModel, version: str, pool: str, report: CycleReport) -> Bundle:
+    """A bundle without a rendering yet."""
     manifest = BundleManifest(
         pool=pool,
         version=version,
@@ -169,10 +237,10 @@ def _bundle(rendered: Rendered, version: str, model: LatencyModel, pool: str, re
         metrics=dict(report.metrics),
         feature_low=[float(value) for value in model.feature_low],
         feature_high=[float(value) for value in model.feature_high],
-        libraries={name: installed(name) for name in LIBRARIES} | {"converter": rendered.converter},
-        renderings=[rendering],
+        libraries={name: installed(name) for name in LIBRARIES},
+        renderings=[],
     )
-    return Bundle(manifest, {"tree_ensemble": rendered.graph})
+    return Bundle(manifest, {})
 
 
 def warmed(snapshot: Snapshot, champion: Champion, options: CalibrationOptions) -> Calibrator:

@@ -1,19 +1,20 @@
-"""A fitted model → one ONNX graph, and the proof that the graph says what the model says.
+"""A fitted model → ONNX graphs, and the proof that a graph says what the model says.
 
-`features` float32 (N, F) → `predictions` float32 (N, K): base, tree ensembles, clip, quantiles, `in_range` in float32
-operators, in the same order of operations as `LatencyModel.predict`. This is the rendering for CPUs (tree-ensemble
-operators); `renderings` in the manifest has room for others.
+`features` float32 (N, F) → `predictions` float32 (N, K): base, trees, clip, quantiles, `in_range` in float32 operators,
+in the order of operations of `LatencyModel.predict`. One graph, two renderings, which differ in their trees alone:
+tree-ensemble operators (here) for CPUs, tensor operators (`tensor.py`) for accelerators.
 
-Boosters are converted straight from their own JSON; where that raises, onnxmltools takes over (both make the same
-predictions, tested). The library as first choice costs a cycle of 9,000 rows 0.11 s of CPU more, most of it under the
-interpreter lock. Either way the parity check decides: random rows, rows exactly on split thresholds, rows far outside,
-and the window's real rows.
+Tree ensembles are converted straight from a booster's own JSON; where that raises, onnxmltools takes over (both make
+the same predictions, tested). The library as first choice costs a cycle of 9,000 rows 0.11 s of CPU more, most of it
+under the interpreter lock. Each booster stays an operator of its own: all in one operator of several outputs ran 12 %
+slower. Either way the parity check decides: random rows, rows exactly on split thresholds, rows far outside, and the
+window's real rows.
 
 Limits: opset 17, ai.onnx.ml 3, IR version 8 are written explicitly, so that a newer library doesn't raise them beyond
 what deployed runtimes read. Single-output boosters only (several outputs convert to wrong sums without an error).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -48,11 +49,15 @@ _CONVERTER_OPSET: Final = 15
 Attributes = dict[str, Any]
 
 
+# A booster as a graph of standard operators, and who made it; raises ValueError.
+BoosterToGraph = Callable[[xgb.Booster], tuple[onnx.GraphProto, str]]
+
+
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A graph and the way its trees were converted."""
 
-    graph: bytes
+    model: onnx.ModelProto
     converter: str
 
 
@@ -81,96 +86,146 @@ class _Graph:
         self.nodes.append(helper.make_node(kind, list(inputs), [name], domain=domain, **attributes))
         return name
 
+    def splice(self, part: onnx.GraphProto, given: str) -> str:
+        """Add another graph of one input and one output, fed by `given`; returns its output's name."""
+        prefix = f"p{len(self.nodes)}_"
+        names = {part.input[0].name: given}
+        for constant in part.initializer:
+            names[constant.name] = prefix + constant.name
+            copy = onnx.TensorProto()
+            copy.CopyFrom(constant)
+            copy.name = names[constant.name]
+            self.constants.append(copy)
+        for node in part.node:
+            copy_node = onnx.NodeProto()
+            copy_node.CopyFrom(node)
+            copy_node.name = prefix + node.name
+            del copy_node.input[:], copy_node.output[:]
+            copy_node.input.extend(names.get(name, prefix + name) for name in node.input)
+            copy_node.output.extend(prefix + name for name in node.output)
+            self.nodes.append(copy_node)
+        return prefix + part.output[0].name
 
-def render(model: LatencyModel, metadata: Mapping[str, str]) -> Rendered:
-    """Build the tree-ensemble rendering; raises ValueError if no converter can take a booster."""
+
+def render(model: LatencyModel, booster_to_graph: BoosterToGraph | None = None) -> Rendered:
+    """Build a rendering; raises ValueError if no converter can take a booster.
+
+    Boosters become tree-ensemble operators, or what `booster_to_graph` makes of them: a graph of standard operators
+    from the trees' columns, float32 (N, F + S), to the sum of the leaves, float32 (N, 1).
+    """
     graph = _Graph()
     converters: set[str] = set()
-    zero, one = graph.constant(0.0), graph.constant(1.0)
+
+    def ensembles(boosters: Sequence[xgb.Booster | None], trees: str) -> str | None:
+        """One column per booster, (N, T); 0 where there is none. None where there is no booster at all."""
+        columns = []
+        for booster in boosters:
+            if booster is None:
+                continue
+            if booster_to_graph is None:
+                attributes, converter = convert_booster(booster)
+                columns.append(graph.op("TreeEnsembleRegressor", trees, domain="ai.onnx.ml", **attributes))
+            else:
+                part, converter = booster_to_graph(booster)
+                columns.append(graph.splice(part, trees))
+            converters.add(converter)
+        if not columns:
+            return None
+        together = graph.op("Concat", *columns, axis=1)
+        if len(columns) == len(boosters):
+            return together
+        places = [k for k, booster in enumerate(boosters) if booster is not None]
+        return graph.op("MatMul", together, graph.constant(np.eye(len(boosters))[places]))
+
+    _write(graph, model, ensembles)
+    proto = helper.make_graph(
+        graph.nodes,
+        "leadtime",
+        [helper.make_tensor_value_info(GRAPH_INPUT, TensorProto.FLOAT, ["N", len(SCHEMA)])],
+        [helper.make_tensor_value_info(GRAPH_OUTPUT, TensorProto.FLOAT, ["N", len(model.outputs)])],
+        graph.constants,
+    )
+    opsets = [helper.make_opsetid("", OPSET)]
+    if booster_to_graph is None:
+        opsets.append(helper.make_opsetid("ai.onnx.ml", ML_OPSET))
+    result = helper.make_model(proto, opset_imports=opsets, ir_version=IR_VERSION, producer_name="leadtime")
+    onnx.checker.check_model(result)
+    return Rendered(result, "+".join(sorted(converters)) or "none")
+
+
+def _write(
+    graph: _Graph, model: LatencyModel, ensembles: Callable[[Sequence[xgb.Booster | None], str], str | None]
+) -> None:
+    """The model in operators over all targets at once: an operator costs 1 to 2 µs beside its work, whatever it does."""
     features = GRAPH_INPUT
+    targets = tuple(model.targets.values())
+    count = len(targets)
     trees = graph.op("Concat", features, graph.op("MatMul", features, graph.constant(tree_sums())), axis=1)
-    codes = graph.op("Cast", _column(graph, "hardware_class"), to=TensorProto.INT64)
+    code = graph.op("Gather", features, graph.constant(SCHEMA.index["hardware_class"], np.int64), axis=1)
+    code = graph.op("Cast", code, to=TensorProto.INT64)
 
     decisive = [SCHEMA.index[name] for name in DECISIVE]
     values = graph.op("Gather", features, graph.constant(decisive, np.int64), axis=1)
     above = graph.op("GreaterOrEqual", values, graph.constant(model.feature_low[decisive]))
     below = graph.op("LessOrEqual", values, graph.constant(model.feature_high[decisive]))
     both = graph.op("Cast", graph.op("And", above, below), to=TensorProto.FLOAT)
-    within = graph.op("ReduceMin", both, axes=[1], keepdims=0)
-    class_seen = graph.op("Gather", graph.constant(model.seen_classes.astype(np.float32)), codes, axis=0)
+    within = graph.op("ReduceMin", both, axes=[1], keepdims=1)
+    class_seen = graph.op("Gather", graph.constant(model.seen_classes[:, None].astype(np.float32)), code, axis=0)
     inside = graph.op("Min", within, class_seen)
-    outside = graph.op("Equal", inside, zero)
-    widening = graph.op("Where", outside, graph.constant(OUT_OF_RANGE_WIDENING), one)
+    # 1 inside, OUT_OF_RANGE_WIDENING outside: exact, since `inside` is 0 or 1.
+    stretch = graph.op("Mul", inside, graph.constant(np.float32(1) - OUT_OF_RANGE_WIDENING))
+    widening = graph.op("Add", stretch, graph.constant(OUT_OF_RANGE_WIDENING))
 
-    columns = []
-    for target in model.targets.values():
-        log_p50 = _log_p50(graph, target, trees, codes, converters)
-        spread = widening
-        if target.spread is not None:
-            raw = _ensemble(graph, target.spread, trees, converters)
-            bounded = graph.op("Max", raw, graph.constant(LOG_SCALE_LOW))
-            bounded = graph.op("Min", bounded, graph.constant(LOG_SCALE_HIGH))
-            spread = graph.op("Mul", graph.op("Exp", bounded), widening)
-        for factor in (np.float32(0), target.q90, target.q99):
-            value = graph.op("Add", log_p50, graph.op("Mul", spread, graph.constant(factor))) if factor else log_p50
-            columns.append(graph.op("Exp", graph.op("Min", value, graph.constant(LOG_LATENCY_HIGH))))
-    axis = graph.constant([1], np.int64)
-    stacked = [graph.op("Unsqueeze", column, axis) for column in (*columns, inside)]
-    graph.op("Concat", *stacked, axis=1, output=GRAPH_OUTPUT)
-
-    proto = helper.make_graph(
-        graph.nodes,
-        "leadtime",
-        [helper.make_tensor_value_info(features, TensorProto.FLOAT, ["N", len(SCHEMA)])],
-        [helper.make_tensor_value_info(GRAPH_OUTPUT, TensorProto.FLOAT, ["N", len(model.outputs)])],
-        graph.constants,
-    )
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("ai.onnx.ml", ML_OPSET)]
-    result = helper.make_model(proto, opset_imports=opsets, ir_version=IR_VERSION, producer_name="leadtime")
-    helper.set_model_props(result, dict(metadata))
-    onnx.checker.check_model(result)
-    return Rendered(result.SerializeToString(), "+".join(sorted(converters)) or "none")
+    residual = ensembles([target.residual for target in targets], trees)
+    log_p50 = _log_base(graph, targets, code)
+    if residual is not None:
+        clip = graph.constant(-RESIDUAL_CLIP), graph.constant(RESIDUAL_CLIP)
+        log_p50 = graph.op("Add", log_p50, graph.op("Clip", residual, *clip))
+    log_scale = ensembles([target.spread for target in targets], trees)
+    if log_scale is None:
+        spread = graph.op("MatMul", widening, graph.constant(np.ones((1, count))))
+    else:
+        log_scale = graph.op("Clip", log_scale, graph.constant(LOG_SCALE_LOW), graph.constant(LOG_SCALE_HIGH))
+        spread = graph.op("Mul", graph.op("Exp", log_scale), widening)
+    # Columns p50, p90, p99 of each target: log_p50 + (0, q90, q99) · spread, as one product.
+    factors = np.zeros((2 * count, 3 * count), np.float32)
+    for k, target in enumerate(targets):
+        factors[k, 3 * k : 3 * k + 3] = 1.0
+        factors[count + k, 3 * k : 3 * k + 3] = (0.0, target.q90, target.q99)
+    logs = graph.op("MatMul", graph.op("Concat", log_p50, spread, axis=1), graph.constant(factors))
+    latencies = graph.op("Exp", graph.op("Min", logs, graph.constant(LOG_LATENCY_HIGH)))
+    graph.op("Concat", latencies, inside, axis=1, output=GRAPH_OUTPUT)
 
 
-def stamp(graph: bytes, metadata: Mapping[str, str]) -> bytes:
-    """The same graph with more metadata."""
-    model = onnx.load_model_from_string(graph)
+def _log_base(graph: _Graph, targets: Sequence[TargetModel], code: str) -> str:
+    """Log of every target's base, shift added: float32 (N, T). The targets' bases lie side by side in one."""
+    bases = [target.base for target in targets]
+    sides = []
+    for side in ("left", "right"):
+        weights = np.concatenate([getattr(base.basis, side) for base in bases], axis=1)
+        offsets = np.concatenate([getattr(base.basis, f"{side}_offset") for base in bases])
+        product = graph.op("Gemm", GRAPH_INPUT, graph.constant(weights), graph.constant(offsets))
+        sides.append(graph.op("Relu", product))
+    # Which row of coefficients each hardware code takes, over all targets: few differ.
+    slots, slot_of_code = np.unique(np.stack([base.slots for base in bases], axis=1), axis=0, return_inverse=True)
+    rows = [
+        np.concatenate([base.coefficients[slot] for base, slot in zip(bases, row, strict=True)])
+        for row in slots.tolist()
+    ]
+    slot = graph.op("Gather", graph.constant(slot_of_code.reshape(-1), np.int64), code, axis=0)
+    coefficients = graph.op("Gather", graph.constant(np.stack(rows)), slot, axis=0)
+    products = graph.op("Mul", graph.op("Mul", *sides), coefficients)
+    owner = np.repeat(np.arange(len(bases)), [len(base.basis) for base in bases])
+    total = graph.op("MatMul", products, graph.constant(owner[:, None] == np.arange(len(bases))))
+    total = graph.op("Max", total, graph.constant([base.floor_ms for base in bases]))
+    return graph.op("Add", graph.op("Log", total), graph.constant([target.shift for target in targets]))
+
+
+def serialize(model: onnx.ModelProto, metadata: Mapping[str, str]) -> bytes:
+    """The graph's bytes with the given metadata beside what it has."""
     known = {item.key: item.value for item in model.metadata_props}
     helper.set_model_props(model, known | dict(metadata))
     return bytes(model.SerializeToString())
-
-
-def _column(graph: _Graph, name: str) -> str:
-    """One column of the rows as (N,)."""
-    return graph.op("Gather", GRAPH_INPUT, graph.constant(SCHEMA.index[name], np.int64), axis=1)
-
-
-def _log_p50(graph: _Graph, target: TargetModel, trees: str, codes: str, converters: set[str]) -> str:
-    zero = graph.constant(0.0)
-    basis, base = target.base.basis, target.base
-    left = graph.op("MatMul", GRAPH_INPUT, graph.constant(basis.left))
-    left = graph.op("Max", graph.op("Add", left, graph.constant(basis.left_offset)), zero)
-    right = graph.op("MatMul", GRAPH_INPUT, graph.constant(basis.right))
-    right = graph.op("Max", graph.op("Add", right, graph.constant(basis.right_offset)), zero)
-    slots = graph.op("Gather", graph.constant(base.slots, np.int64), codes, axis=0)
-    coefficients = graph.op("Gather", graph.constant(base.coefficients), slots, axis=0)
-    products = graph.op("Mul", graph.op("Mul", left, right), coefficients)
-    total = graph.op("ReduceSum", products, graph.constant([1], np.int64), keepdims=0)
-    total = graph.op("Max", total, graph.constant(base.floor_ms))
-    value = graph.op("Add", graph.op("Log", total), graph.constant(target.shift))
-    if target.residual is None:
-        return value
-    residual = _ensemble(graph, target.residual, trees, converters)
-    residual = graph.op("Max", residual, graph.constant(-RESIDUAL_CLIP))
-    residual = graph.op("Min", residual, graph.constant(RESIDUAL_CLIP))
-    return graph.op("Add", value, residual)
-
-
-def _ensemble(graph: _Graph, booster: xgb.Booster, trees: str, converters: set[str]) -> str:
-    attributes, converter = convert_booster(booster)
-    converters.add(converter)
-    answer = graph.op("TreeEnsembleRegressor", trees, domain="ai.onnx.ml", **attributes)
-    return graph.op("Reshape", answer, graph.constant([-1], np.int64))
 
 
 def convert_booster(booster: xgb.Booster) -> tuple[Attributes, str]:
@@ -269,10 +324,16 @@ def split_points(booster: xgb.Booster) -> list[tuple[int, float]]:
     ]
 
 
-def parity(predict: Callable[[FloatMatrix], FloatMatrix], model: LatencyModel, rows: FloatMatrix) -> Parity:
-    """Compare a loaded graph with the native model on every row and output."""
-    expected, found = model.predict(rows), predict(rows)
-    if found.shape != expected.shape or not np.isfinite(found).all() or not np.isfinite(expected).all():
-        return Parity(float("inf"), len(rows))
-    error = np.abs(found.astype(np.float64) - expected) / np.maximum(np.abs(expected), 1e-3)
-    return Parity(float(error.max()), len(rows))
+def parity(predict: Callable[[FloatMatrix], FloatMatrix], expected: FloatMatrix, rows: FloatMatrix) -> Parity:
+    """Compare a loaded graph with the native model's answers, float32 (n, K), on every row and output.
+
+    Small batches are asked as well: a graph may be right for the size that it was traced with and for no other.
+    """
+    worst = 0.0
+    for count in dict.fromkeys((len(rows), 1, 7)):
+        due, found = expected[:count], predict(rows[:count])
+        if found.shape != due.shape or not np.isfinite(found).all() or not np.isfinite(due).all():
+            return Parity(float("inf"), len(rows))
+        error = np.abs(found.astype(np.float64) - due) / np.maximum(np.abs(due), 1e-3)
+        worst = max(worst, float(error.max()))
+    return Parity(worst, len(rows))

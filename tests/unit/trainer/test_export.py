@@ -7,21 +7,21 @@ import pytest
 
 from bench.queueing import A100_70B, H100_70B, Scenario, observe
 from services.trainer import export
-from services.trainer.export import convert_booster, parity, parity_rows, render, stamp
+from services.trainer.export import convert_booster, parity, parity_rows, render, serialize
 from services.trainer.train import FitOptions, fit
 from shared.features import SCHEMA
 from tests.unit.trainer.snapshots import line_snapshot, prompts, snapshot_of, window_of
 
 
-def runner(graph: bytes):
-    session = ort.InferenceSession(graph, providers=["CPUExecutionProvider"])
+def runner(rendered):
+    session = ort.InferenceSession(rendered.model.SerializeToString(), providers=["CPUExecutionProvider"])
     return lambda rows: session.run(["predictions"], {"features": rows})[0]
 
 
 def strays(snapshot, options) -> tuple[float, object]:
     model = fit(snapshot, options)
     rows = parity_rows(model, snapshot.rows, np.random.default_rng(1))
-    return parity(runner(render(model, {}).graph), model, rows).max_relative_error, model
+    return parity(runner(render(model)), model.predict(rows), rows).max_relative_error, model
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 50, 300])
@@ -55,7 +55,7 @@ def test_a_mixed_pool_passes_parity_on_thousands_of_rows():
     model = fit(snapshot, FitOptions())
     rows = parity_rows(model, snapshot.rows, np.random.default_rng(1))
     assert len(rows) >= min(5000, len(snapshot)) + 1000
-    checked = parity(runner(render(model, {}).graph), model, rows)
+    checked = parity(runner(render(model)), model.predict(rows), rows)
     assert checked.max_relative_error <= 1e-4
     assert model.outputs[:3] == ("ttft_p50", "ttft_p90", "ttft_p99")
     assert model.outputs[-1] == "in_range"
@@ -76,26 +76,27 @@ def test_parity_rows_sit_on_thresholds_and_far_outside():
 def test_a_graph_that_strays_is_seen():
     snapshot = line_snapshot(200)
     model = fit(snapshot, FitOptions())
-    faithful = runner(render(model, {}).graph)
+    faithful = runner(render(model))
     rows = parity_rows(model, snapshot.rows, np.random.default_rng(1))
-    assert parity(lambda r: faithful(r) * np.float32(1.001), model, rows).max_relative_error > 1e-4
-    assert parity(lambda r: faithful(r)[:, :1], model, rows).max_relative_error == float("inf")
-    assert parity(lambda r: np.full_like(faithful(r), np.nan), model, rows).max_relative_error == float("inf")
+    expected = model.predict(rows)
+    assert parity(lambda r: faithful(r) * np.float32(1.001), expected, rows).max_relative_error > 1e-4
+    assert parity(lambda r: faithful(r)[:, :1], expected, rows).max_relative_error == float("inf")
+    assert parity(lambda r: np.full_like(faithful(r), np.nan), expected, rows).max_relative_error == float("inf")
 
 
 def test_both_converters_agree(monkeypatch):
     snapshot = window_of(observe(1200, seed=4)).snapshot()
     model = fit(snapshot, FitOptions())
     rows = parity_rows(model, snapshot.rows, np.random.default_rng(1))
-    direct = render(model, {})
+    direct = render(model)
 
     def refuse(booster):
         raise RuntimeError("no")
 
     monkeypatch.setattr(export, "directly", refuse)
-    by_library = render(model, {})
+    by_library = render(model)
     assert (direct.converter, by_library.converter) == ("direct", "onnxmltools")
-    assert runner(direct.graph)(rows) == pytest.approx(runner(by_library.graph)(rows), rel=1e-6)
+    assert runner(direct)(rows) == pytest.approx(runner(by_library)(rows), rel=1e-6)
     monkeypatch.setattr(export, "by_onnxmltools", refuse)
     with pytest.raises(ValueError, match="direct: RuntimeError: no; onnxmltools: RuntimeError: no"):
         convert_booster(model.targets["ttft"].residual)
@@ -103,15 +104,16 @@ def test_both_converters_agree(monkeypatch):
 
 def test_batches_of_any_size_give_the_same_rows():
     snapshot = window_of(observe(800, seed=6)).snapshot()
-    run = runner(render(fit(snapshot, FitOptions()), {}).graph)
+    run = runner(render(fit(snapshot, FitOptions())))
     whole = run(snapshot.rows[:64])
     single = np.concatenate([run(snapshot.rows[i : i + 1]) for i in range(64)])
     assert single == pytest.approx(whole, rel=1e-5)
 
 
 def test_the_graph_pins_its_versions_and_carries_its_metadata():
-    graph = render(fit(line_snapshot(200), FitOptions()), {"leadtime.schema_hash": SCHEMA.hash}).graph
-    model = onnx.load_model_from_string(stamp(graph, {"leadtime.version": "v"}))
+    rendered = render(fit(line_snapshot(200), FitOptions()))
+    rendered.model.metadata_props.add(key="leadtime.schema_hash", value=SCHEMA.hash)
+    model = onnx.load_model_from_string(serialize(rendered.model, {"leadtime.version": "v"}))
     assert model.ir_version == 8
     assert {(item.domain, item.version) for item in model.opset_import} == {("", 17), ("ai.onnx.ml", 3)}
     assert {item.key: item.value for item in model.metadata_props} == {
