@@ -4,6 +4,7 @@
 #   make up      the same in front of your own servers   ENDPOINTS="http://host:8000;hardware_class=h100 …"
 #                PORT=8080 PROFILE=leadtime API=http://host:port
 #   make test    every test          make check   format, lint, types, imports, unit tests
+#   make test-tensor   the tensor rendering with Hummingbird and PyTorch, in .venv/tensor
 #   make fuzz    200,000 raw ext-proc streams, some minutes   CASES=…
 #   make bench   every benchmark, short, as JSON       make lock    write requirements/*.lock anew
 
@@ -12,6 +13,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+TENSOR := $(VENV)/tensor
 LOCKS := router collector trainer predictor local dev
 
 export ORT_DISABLE_TELEMETRY := 1
@@ -19,7 +21,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test check fuzz lock bench clean
+.PHONY: help setup demo up test test-tensor check fuzz lock bench clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,2\}//p' Makefile
@@ -35,6 +37,9 @@ up: $(VENV)/.local
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+test-tensor: $(TENSOR)/.done
+	$(TENSOR)/bin/python -m pytest -q tests/tensor
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -69,6 +74,16 @@ $(VENV)/.dev: requirements/dev.lock pyproject.toml | $(BIN)/python
 	@$(PIP) install --no-deps -e .
 	@touch $@ $(VENV)/.local
 
+# An environment on top of .venv: PyTorch is large, and whether it is there changes what a trainer does.
+$(TENSOR)/.done: requirements/tensor.lock requirements/torch.txt $(VENV)/.dev
+	@echo "installing Hummingbird and PyTorch into $(TENSOR)"
+	@$(BIN)/python -m venv $(TENSOR)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$($(TENSOR)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/leadtime_base.pth"
+	@$(TENSOR)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --no-deps --require-hashes -r requirements/tensor.lock
+	@$(TENSOR)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --no-deps -r requirements/torch.txt
+	@touch $@
+
 # uv resolves for every platform at once; the locks name no registry, so they install from whichever pip is told to use.
 lock: | $(BIN)/python
 	@$(PYTHON) -m venv $(VENV)/lock && $(VENV)/lock/bin/python -m pip --quiet --quiet install uv==0.13.9
@@ -76,6 +91,9 @@ lock: | $(BIN)/python
 	  $(VENV)/lock/bin/uv --quiet pip compile pyproject.toml --extra $$extra --universal --python-version 3.11 \
 	    --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
 	    --output-file requirements/$$extra.lock || exit 1; done
+	@$(VENV)/lock/bin/uv --quiet pip compile requirements/tensor.in --no-deps --universal --python-version 3.11 \
+	  --generate-hashes --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+	  --output-file requirements/tensor.lock
 
 clean:
 	rm -rf $(VENV) .run .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -132,7 +132,7 @@ def _held_out(snapshot: Snapshot, fraction: float) -> dict[str, HeldOut]:
 
 
 def _export(snapshot: Snapshot, model: LatencyModel, options: CycleOptions, report: CycleReport) -> CycleReport:
-    """Render, prove and pack. Without a proven tree-ensemble rendering there is no bundle; a tensor one may be absent."""
+    """Render, prove and pack. No bundle without a proven tree-ensemble rendering; a tensor one may be absent."""
     rows = parity_rows(model, snapshot.rows, np.random.default_rng(options.fit.seed))
     expected = model.predict(rows)
     try:

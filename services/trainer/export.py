@@ -156,7 +156,7 @@ def render(model: LatencyModel, booster_to_graph: BoosterToGraph | None = None) 
 def _write(
     graph: _Graph, model: LatencyModel, ensembles: Callable[[Sequence[xgb.Booster | None], str], str | None]
 ) -> None:
-    """The model in operators over all targets at once: an operator costs 1 to 2 µs beside its work, whatever it does."""
+    """The model in operators over all targets at once: an operator costs 1 to 2 µs beside its work."""
     features = GRAPH_INPUT
     targets = tuple(model.targets.values())
     count = len(targets)

@@ -16,9 +16,11 @@ from services.trainer.app import build_app
 from services.trainer.lease import Lease
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.publish import BundleStore
-from services.trainer.settings import TrainerSettings
+from services.trainer.settings import TensorRendering, TrainerSettings
+from services.trainer.tensor import Hummingbird, load_hummingbird
 from services.trainer.trainer import STORE, WINDOW, Trainer
 from shared.clock import SystemClock
+from shared.errors import ConfigurationError
 from shared.lifecycle import Readiness, background, run, serve_http
 from shared.names import trainer_lease_key
 
@@ -32,7 +34,8 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event) -> None:
     redis = Redis.from_url(settings.redis.url, retry=Retry(NoBackoff(), 1), **settings.redis.client_options())
     lease = Lease(redis, trainer_lease_key(settings.pool), uuid.uuid4().hex, settings.lease_ttl_ms)
     store = BundleStore(redis, settings.pool, settings.redis.key, lease)
-    trainer = Trainer(settings, lease, store, metrics, readiness, SystemClock())
+    tensor = find_tensor(settings.tensor_rendering, settings.threads)
+    trainer = Trainer(settings, lease, store, metrics, readiness, SystemClock(), tensor)
     app = build_app(settings, readiness, registry, trainer.status)
     async with (
         serve_http(app, settings.http_host, settings.http_port) as (host, port),
@@ -42,6 +45,24 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event) -> None:
         await stop.wait()
         readiness.stopping = True
     await redis.aclose()
+
+
+def find_tensor(wanted: TensorRendering, threads: int) -> Hummingbird | None:
+    """What makes the tensor rendering, told once; raises ConfigurationError where it is required and missing."""
+    log = structlog.get_logger()
+    if wanted is TensorRendering.OFF:
+        return None
+    try:
+        found = load_hummingbird(threads)
+    except ImportError as error:
+        if wanted is TensorRendering.REQUIRE:
+            raise ConfigurationError(
+                f"LEADTIME_TRAINER_TENSOR_RENDERING: require, but {error.name or error} can't be imported"
+            ) from None
+        log.info("no tensor rendering: bundles have the CPU rendering only", missing=error.name or str(error))
+        return None
+    log.info("bundles get a tensor rendering", converter=found.name)
+    return found
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.trainer.intake import POISON, Reject
+from shared.bundle import RenderingName
 from shared.prediction import TARGETS
 from shared.telemetry import seconds
 
@@ -51,9 +52,16 @@ class TrainerMetrics:
         self.calibrations = Counter(
             "leadtime_trainer_calibrations_published_total", "Calibrations published.", registry=registry
         )
-        self.parity = Gauge(
-            "leadtime_trainer_parity_error_ratio", "Largest relative error of the last graph.", registry=registry
-        )
+        self._parity = Gauge(
+            "leadtime_trainer_parity_error_ratio", "Largest relative error of the last graph.", ["rendering"],
+            registry=registry,
+        )  # fmt: skip
+        self._tensor = Counter(
+            "leadtime_trainer_tensor_renderings_total", "Tensor renderings by what became of them.", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+        for outcome in ("listed", "refused"):
+            self._tensor.labels(outcome)
         self._held_out_error = Gauge(
             "leadtime_trainer_held_out_error_ratio", "MAPE of the champion's held-out rows.", ["target"],
             registry=registry,
@@ -96,6 +104,12 @@ class TrainerMetrics:
         self.cycles.labels(verdict).inc()
         self.cycle_wall.observe(seconds(wall_ms))
         self.cycle_cpu.inc(seconds(cpu_ms))
+
+    def parity_checked(self, rendering: RenderingName, error: float) -> None:
+        self._parity.labels(rendering).set(error)
+
+    def tensor_rendering(self, *, listed: bool) -> None:
+        self._tensor.labels("listed" if listed else "refused").inc()
 
     def champion_error(self, target: str, mape: float | None) -> None:
         if mape is not None:

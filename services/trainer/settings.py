@@ -1,5 +1,6 @@
 """The trainer's settings, from the environment with the prefix LEADTIME_TRAINER_."""
 
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
@@ -8,8 +9,17 @@ from pydantic_settings import SettingsConfigDict
 from services.trainer.cadence import Cadence
 from services.trainer.calibrate import CalibrationOptions
 from services.trainer.cycle import CycleOptions
+from services.trainer.export import BoosterToGraph
 from services.trainer.train import FitOptions
 from shared.settings import NatsSettings, RedisSettings, ServiceSettings, StreamSettings
+
+
+class TensorRendering(StrEnum):
+    """Whether bundles get a tensor rendering: where Hummingbird is installed, never, or not without it."""
+
+    AUTO = "auto"
+    OFF = "off"
+    REQUIRE = "require"
 
 
 class TrainerSettings(ServiceSettings):
@@ -46,6 +56,8 @@ class TrainerSettings(ServiceSettings):
     """The same samples and seed make the same model."""
     parity_tolerance: Annotated[float, Field(gt=0, le=0.01)] = 1e-4
     """Largest relative difference between the graph and native XGBoost; beyond it nothing is published."""
+    tensor_rendering: TensorRendering = TensorRendering.AUTO
+    """`auto`: where Hummingbird and PyTorch are installed; `off`; `require`: no start without them."""
     bias_rate: Annotated[float, Field(gt=0, le=1)] = 0.03
     """How far one sample moves the online bias towards its own."""
     pinball_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
@@ -73,7 +85,8 @@ class TrainerSettings(ServiceSettings):
     def cadence(self) -> Cadence:
         return Cadence(self.retrain_interval_ms, self.min_samples, self.min_samples_after_saved)
 
-    def cycle_options(self) -> CycleOptions:
+    def cycle_options(self, tensor: BoosterToGraph | None = None) -> CycleOptions:
+        """`tensor` makes the tensor rendering, where there is a maker."""
         return CycleOptions(
             pool=self.pool,
             fit=FitOptions(
@@ -88,4 +101,5 @@ class TrainerSettings(ServiceSettings):
             ),
             calibration=CalibrationOptions(bias_rate=self.bias_rate, pinball_rate=self.pinball_rate),
             parity_tolerance=self.parity_tolerance,
+            tensor=tensor,
         )

@@ -3,13 +3,13 @@
 ONNX Runtime has no CUDA kernel for tree ensembles; Hummingbird's perfect-tree traversal walks all trees level by level
 with gathers and compares, which any accelerator has. It is wrong in silence in four cases, and each is kept out here:
 NaN (none enters a row, and none is trained on), several outputs at once and link functions (refused), a graph traced
-with one row (it is traced with several; the traversal is right for every batch size, and parity asks for 1 and 7).
+with one row (it is traced with several; this traversal is right for every batch size, and parity asks for 1 and 7).
 
-Hummingbird 0.4.12 can't read what XGBoost writes since 3.1 (`base_score` as text of a vector), hence `_Readable`; its own
-ONNX way dies with PyTorch's present exporter, so its PyTorch module is exported here, by the exporter that needs no
-further package. Neither writes a file.
+Hummingbird 0.4.12 can't read what XGBoost writes since 3.1 (`base_score` as text of a vector), hence `_Readable`. Its
+own ONNX way needs one package more and fails with PyTorch's present exporter, so its PyTorch module is exported here,
+by the older exporter. Neither writes a file.
 
-Limits: a booster costs 0.12 s of CPU, the first one 0.4 s more; importing costs 1.7 s and 250 MB.
+Limits: a booster costs 0.1 s of CPU, the first one 0.4 s more; importing costs 1.7 s and 250 MB.
 """
 
 import io

@@ -19,7 +19,8 @@ from redis.exceptions import RedisError
 
 from services.trainer.champion import Champion
 from services.trainer.consumer import SampleConsumer
-from services.trainer.cycle import CycleReport, run_cycle
+from services.trainer.cycle import CycleReport, TensorOutcome, run_cycle
+from services.trainer.export import BoosterToGraph
 from services.trainer.intake import Intake, Taken
 from services.trainer.learner import Learner
 from services.trainer.lease import Lease, LeaseLostError
@@ -50,8 +51,9 @@ class Trainer:
         metrics: TrainerMetrics,
         readiness: Readiness,
         clock: Clock,
+        tensor: BoosterToGraph | None = None,
     ) -> None:
-        """`readiness` has the conditions STORE and WINDOW."""
+        """`readiness` has the conditions STORE and WINDOW. `tensor` makes the tensor rendering, where there is one."""
         self._settings = settings
         self._lease = lease
         self._store = store
@@ -59,7 +61,9 @@ class Trainer:
         self._readiness = readiness
         self._clock = clock
         self._log = structlog.get_logger()
-        self._learner = Learner(settings.cycle_options(), settings.cadence(), window_bin_rows=settings.window_bin_rows)
+        self._learner = Learner(
+            settings.cycle_options(tensor), settings.cadence(), window_bin_rows=settings.window_bin_rows
+        )
         self._consumer = SampleConsumer(
             settings,
             Intake(settings.pool, remembered=settings.remembered_ids),
@@ -201,7 +205,9 @@ class Trainer:
         verdict = report.verdict
         self._metrics.cycle_ended(verdict.reason, report.wall_ms, report.cpu_ms)
         if report.parity is not None:
-            self._metrics.parity.set(report.parity.max_relative_error)
+            self._metrics.parity_checked("tree_ensemble", report.parity.max_relative_error)
+        if report.tensor is not None:
+            self._tensor_made(report.tensor)
         errors = {
             target: {"challenger": ours, "champion": theirs} for target, (ours, theirs) in verdict.log_error.items()
         }
@@ -223,6 +229,13 @@ class Trainer:
             wall_ms=round(report.wall_ms),
             cpu_ms=round(report.cpu_ms),
         )
+
+    def _tensor_made(self, outcome: TensorOutcome) -> None:
+        self._metrics.tensor_rendering(listed=outcome.listed)
+        if outcome.parity is not None:
+            self._metrics.parity_checked("tensor", outcome.parity.max_relative_error)
+        if not outcome.listed:
+            self._log.warning("tensor rendering not listed", detail=outcome.detail)
 
     # Publishing
 
@@ -364,4 +377,5 @@ def report_view(report: CycleReport) -> dict[str, Any]:
         "gains": report.gains,
         "converter": report.converter,
         "parity": asdict(report.parity) if report.parity else None,
+        "tensor": asdict(report.tensor) if report.tensor else None,
     }

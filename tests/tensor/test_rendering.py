@@ -14,8 +14,7 @@ from shared.bundle import pack, seal, unpack, unseal
 from shared.errors import IntegrityError
 from shared.features import SCHEMA
 from shared.inference import BundleModel
-from tests.unit.trainer.snapshots import line_snapshot, window_of
-from tests.unit.trainer.test_export import runner
+from tests.unit.trainer.snapshots import line_snapshot, runner, window_of
 
 NOW = 1_800_000_000_000.0
 MIXED = Scenario(pods=(H100_70B, A100_70B), requests_per_s=6, streamed_share=0.7)

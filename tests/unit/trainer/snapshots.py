@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime as ort
 
 from bench.queueing import Observations
+from services.trainer.export import Rendered
 from services.trainer.window import SampleWindow, Snapshot
 from shared.features import SCHEMA, FloatMatrix
 
@@ -59,3 +61,9 @@ def line_snapshot(
     tokens = np.random.default_rng(seed).integers(1, 1025, size=count).astype(np.float64)
     ttft_ms = formula(tokens) if formula else 20.0 + 0.1 * tokens
     return snapshot_of(prompts(tokens), ttft=ttft_ms)
+
+
+def runner(rendered: Rendered) -> Callable[[FloatMatrix], FloatMatrix]:
+    """What a rendering predicts, without a bundle around it."""
+    session = ort.InferenceSession(rendered.model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return lambda rows: session.run(["predictions"], {"features": rows})[0]

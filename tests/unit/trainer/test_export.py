@@ -2,7 +2,6 @@
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 from bench.queueing import A100_70B, H100_70B, Scenario, observe
@@ -10,12 +9,7 @@ from services.trainer import export
 from services.trainer.export import convert_booster, parity, parity_rows, render, serialize
 from services.trainer.train import FitOptions, fit
 from shared.features import SCHEMA
-from tests.unit.trainer.snapshots import line_snapshot, prompts, snapshot_of, window_of
-
-
-def runner(rendered):
-    session = ort.InferenceSession(rendered.model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return lambda rows: session.run(["predictions"], {"features": rows})[0]
+from tests.unit.trainer.snapshots import line_snapshot, prompts, runner, snapshot_of, window_of
 
 
 def strays(snapshot, options) -> tuple[float, object]:
