@@ -30,9 +30,9 @@ def as_graph(booster: xgb.Booster) -> tuple[onnx.GraphProto, str]:
     ), "fake"
 
 
-def one_leaf(booster: xgb.Booster) -> tuple[onnx.GraphProto, str]:
-    """A wrong conversion that only standard operators are in: every row is a 0."""
-    columns = np.zeros((booster.num_features(), 1), np.float32)
+def astray(booster: xgb.Booster) -> tuple[onnx.GraphProto, str]:
+    """A wrong conversion: any answer but the trees'."""
+    columns = np.full((booster.num_features(), 1), 1e-3, np.float32)
     node = helper.make_node("MatMul", ["x", "weights"], ["y"])
     given = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", booster.num_features()])
     graph = helper.make_graph(
@@ -59,7 +59,7 @@ def cycle_with(snapshot, tensor):
 
 
 def test_a_graph_that_differs_from_native_xgboost_isnt_listed_and_the_bundle_goes_on(snapshot):
-    report = cycle_with(snapshot, one_leaf)
+    report = cycle_with(snapshot, astray)
     assert report.verdict.accepted
     assert [rendering.name for rendering in report.champion.bundle.manifest.renderings] == ["tree_ensemble"]
     assert not report.tensor.listed
