@@ -78,7 +78,7 @@ $(VENV)/.dev: requirements/dev.lock pyproject.toml | $(BIN)/python
 $(TENSOR)/.done: requirements/tensor.lock requirements/torch.txt $(VENV)/.dev
 	@echo "installing Hummingbird and PyTorch into $(TENSOR)"
 	@$(BIN)/python -m venv $(TENSOR)
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
 	  "$$($(TENSOR)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/leadtime_base.pth"
 	@$(TENSOR)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --no-deps --require-hashes -r requirements/tensor.lock
 	@$(TENSOR)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --no-deps -r requirements/torch.txt
