@@ -101,6 +101,27 @@ class KvBlockPool:
         block.holders += 1
         return block
 
+    def publish_all(self, hashes: Sequence[int]) -> list[CachedBlock]:
+        """`publish` for each, in one go."""
+        cached, idle = self._cached, self._idle
+        found: list[CachedBlock] = []
+        fresh = 0
+        for block_hash in hashes:
+            block = cached.get(block_hash)
+            if block is None:
+                block = cached[block_hash] = CachedBlock(block_hash)
+                fresh += 1
+            else:
+                if block.holders == 0:
+                    del idle[block_hash]
+                    self.pinned_blocks += 1
+                block.holders += 1
+            found.append(block)
+        self.pinned_blocks += fresh
+        self.private_blocks -= len(found)
+        self.free_blocks += len(found) - fresh
+        return found
+
     def release(self, blocks: Sequence[CachedBlock], private_blocks: int) -> None:
         """Give back what one sequence held: its hashed blocks in chain order, and a number of private ones."""
         self.private_blocks -= private_blocks

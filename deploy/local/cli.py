@@ -146,6 +146,83 @@ def up(
     sys.exit(run(serve))
 
 
+@app.command(name="replay")
+def replay_command(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            help="A made trace (A, B, C, D, sharegpt), a public one (mooncake, azure, in --data), or a file: your own "
+            "JSON lines, samples of Leadtime, Mooncake's or Azure's form."
+        ),
+    ],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A preset, a profile file, `oracle`, or any of them with +oracle for true service times. Repeat it."
+        ),
+    ] = None,
+    load: Annotated[str, typer.Option(help="Shares of the pool's capacity, as 0.5,0.8.")] = "0.5,0.7,0.85,0.95",
+    hardware: Annotated[str, typer.Option(help="The pool, as h100-8b:6,a100-8b:2.")] = "h100-8b:8",
+    slo_ttft_ms: Annotated[float, typer.Option(min=1, help="Objective for the time to the first token.")] = 1_000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(min=0.1, help="Objective for the time per token after it.")] = 40.0,
+    slo_ttft_tokens: Annotated[
+        int, typer.Option(min=1, help="Prompts longer than this have proportionally more time to the first token.")
+    ] = 4_096,
+    requests: Annotated[int, typer.Option(min=100, max=1_000_000, help="At most so many of the trace.")] = 5_000,
+    seed: Annotated[int, typer.Option(min=0, max=1_000_000, help="Of the arrivals and the pods' noise.")] = 1,
+    routers: Annotated[int, typer.Option(min=1, max=64, help="Routers, each with a ledger of its own.")] = 1,
+    capacity: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests a second at 100 % load; measured where it isn't given.")
+    ] = None,
+    data: Annotated[Path, typer.Option(envvar="LEADTIME_DATA", help="Folder of the public traces.")] = Path(
+        "../shared/data"
+    ),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
+    svg_file: Annotated[Path | None, typer.Option("--svg", help="Draw TTFT and goodput over load here.")] = None,
+) -> None:
+    """Show what policies would do with a trace, in virtual time, before one is turned on.
+
+    Runs the router's own decisions and the trainer's own learning against simulated servers. The same arguments give
+    the same figures. Ends with a table: latencies of the measured part, the share of requests within their objectives,
+    the share of prompt tokens found cached.
+    """
+    # Fits and graphs: a second of imports that the other commands need not wait for.
+    from deploy.local import replay  # noqa: PLC0415
+    from sim.replay.cluster import SloRule  # noqa: PLC0415
+
+    console = Console(soft_wrap=True)
+    for file, argument in ((json_file, "--json"), (svg_file, "--svg")):
+        if file is not None:
+            _refuse_unwritable(file.absolute(), argument)
+    with _refusing("--load"):
+        loads = replay.parse_loads(load)
+    command = replay.ReplayCommand(
+        trace=trace,
+        policies=tuple(policy or replay.DEFAULT_POLICIES),
+        loads=loads,
+        hardware=hardware,
+        slo=SloRule(slo_ttft_ms, slo_tpot_ms, slo_ttft_tokens),
+        requests=requests,
+        seed=seed,
+        routers=routers,
+        capacity_per_s=capacity,
+        data=data,
+    )
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    try:
+        report = replay.replay(command, say)
+        say(replay.table(report))
+        replay.write_report(report, json_file, svg_file)
+    except (ConfigurationError, OSError) as error:
+        sys.stderr.write(f"leadtime: {error}\n")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
 def run(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """Run to the end, or until SIGINT, SIGTERM or SIGHUP, which cancel it; a second signal ends the process at once.
 

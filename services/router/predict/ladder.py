@@ -18,10 +18,9 @@ from services.router.predict.bundles import BundleWatcher
 from services.router.predict.client import PredictorClient, RawAnswer
 from services.router.predict.errors import FailureReason, PredictError
 from services.router.predict.metrics import PredictMetrics
-from services.router.predict.types import Prediction
+from services.router.predict.types import Prediction, calibrated
 from shared.clock import Clock
 from shared.features import FloatMatrix
-from shared.inference import as_columns
 from shared.prediction import plausible
 from shared.samples import Rung
 
@@ -164,13 +163,12 @@ class Ladder:
     def _prediction(
         self, rung: Rung, answer: RawAnswer, addresses: Sequence[str], backlog_tokens: npt.NDArray[Any]
     ) -> Prediction:
-        values = answer.values
         compiled = self._bundles.calibration_for(answer.bundle_version, answer.outputs) if self._bundles else None
         if compiled is None:
             self._metrics.uncalibrated()
-        else:
-            values = compiled.apply(values, backlog_tokens, addresses)
-        return Prediction(as_columns(values, answer.outputs), answer.bundle_version, rung)
+        return calibrated(
+            answer.values, answer.outputs, answer.bundle_version, rung, compiled, backlog_tokens, addresses
+        )
 
     def _report(self, rung: Rung, error: Exception) -> None:
         """Log a fault of ours once in a while, after this decision: a traceback takes milliseconds to write."""

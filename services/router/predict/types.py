@@ -1,11 +1,14 @@
 """Predictions as the scheduler sees them: one array per output, one entry per candidate. No I/O."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shared.features import FloatMatrix
+from shared.inference import CompiledCalibration, as_columns
 from shared.samples import Rung
 
 Column = npt.NDArray[np.float32]
@@ -30,3 +33,17 @@ class Prediction:
     def of(self, candidate: int) -> dict[str, float]:
         """One candidate's predictions as plain numbers."""
         return {name: float(column[candidate]) for name, column in self.columns.items()}
+
+
+def calibrated(
+    raw: FloatMatrix,
+    outputs: Sequence[str],
+    bundle_version: str,
+    rung: Rung,
+    calibration: CompiledCalibration | None,
+    backlog_tokens: npt.NDArray[Any],
+    addresses: Sequence[str],
+) -> Prediction:
+    """A model's answer, float32 (n, K), as the scheduler gets it; `calibration` is the bundle's own, or None."""
+    values = raw if calibration is None else calibration.apply(raw, backlog_tokens, addresses)
+    return Prediction(as_columns(values, outputs), bundle_version, rung)

@@ -1,5 +1,6 @@
 """The command line: help, and arguments that can't work are refused before anything starts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def test_help_names_both_commands() -> None:
     assert "up" in output
 
 
-@pytest.mark.parametrize("command", ["demo", "up"])
+@pytest.mark.parametrize("command", ["demo", "up", "replay"])
 def test_each_command_has_help(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -34,6 +35,9 @@ def test_each_command_has_help(command: str) -> None:
         (("demo", "--rate", "61"), "--rate"),
         (("demo", "--json", "/nowhere/at/all.json"), "no directory"),
         (("demo", "--json", "/"), "can't be written"),
+        (("replay", "A", "--load", "0.5,none"), "found 'none'"),
+        (("replay", "A", "--requests", "10"), "--requests"),
+        (("replay", "A", "--svg", "/nowhere/at/all.svg"), "no directory"),
         (("up",), "--endpoint"),
         (("up", "--endpoint", "https://127.0.0.1:1"), "http://host:port"),
         (("up", "--endpoint", "127.0.0.1:1"), "no http:// in front"),
@@ -49,6 +53,37 @@ def test_bad_arguments_are_refused_with_the_reason(arguments: tuple[str, ...], s
     result = run(*arguments)
     assert result.exit_code == 2
     assert said in result.output
+
+
+def test_a_replay_ends_with_a_table_json_and_a_picture(tmp_path: Path) -> None:
+    json_file, svg_file = tmp_path / "r.json", tmp_path / "r.svg"
+    arguments = ("--policy", "token-load", "--policy", "round-robin", "--load", "0.5,0.8", "--hardware", "a100-8b:2")
+    files = ("--json", str(json_file), "--svg", str(svg_file))
+    result = run("replay", "D", *arguments, "--requests", "100", "--capacity", "1", *files)
+    assert result.exit_code == 0
+    assert result.output.count("token-load") >= 2
+    report = json.loads(json_file.read_text())
+    assert [(row["policy"], row["load"]) for row in report["runs"]] == [
+        ("token-load", 0.5),
+        ("round-robin", 0.5),
+        ("token-load", 0.8),
+        ("round-robin", 0.8),
+    ]
+    assert svg_file.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nothing",), "trace 'nothing'"),
+        (("A", "--policy", "best"), "found 'best'"),
+        (("A", "--hardware", "h900"), "found 'h900'"),
+    ],
+)
+def test_a_replay_that_can_t_run_says_why(arguments: tuple[str, ...], said: str, capfd: pytest.CaptureFixture) -> None:
+    result = run("replay", *arguments, "--capacity", "1")
+    assert result.exit_code == 1
+    assert said in result.output + capfd.readouterr().err
 
 
 def test_a_misspelt_variable_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

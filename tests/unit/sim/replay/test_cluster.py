@@ -1,0 +1,116 @@
+"""A run in virtual time: fixed by its seed, the router's own decisions, every request ends once."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.router.core import DecisionCore
+from services.router.request.inference_request import InferenceRequest
+from shared.samples import Outcome
+from sim.replay import cluster
+from sim.replay.cluster import Failure, RunOptions, RunResult, SloRule, run
+from sim.replay.learning import LearningOptions
+from sim.replay.policies import policy
+from sim.replay.pool import parse_hardware
+from sim.replay.trace import Trace, load_trace
+
+PODS = parse_hardware("h100-8b:2,a100-8b:2")
+OPTIONS = RunOptions(seed=3, slo=SloRule(1000.0, 40.0, 4096))
+
+
+def trace(count: int = 300, rate: float = 8.0) -> Trace:
+    return load_trace("A", 5, count).at_rate(rate)
+
+
+def assert_sound(result: RunResult, count: int) -> None:
+    assert (result.ended, result.ledger_left, result.ledger_faults, result.faults) == (count, 0, [], 0)
+
+
+@pytest.mark.parametrize("name", ["random", "predicted-latency", "oracle"])
+def test_the_same_seed_gives_the_same_outcomes(name: str) -> None:
+    one, again = (run(trace(150), PODS, policy(name), OPTIONS) for _ in range(2))
+    assert np.array_equal(one.outcomes.ttft_ms, again.outcomes.ttft_ms)
+    assert np.array_equal(one.outcomes.pod, again.outcomes.pod)
+    other = run(trace(150), PODS, policy(name), replace(OPTIONS, seed=4))
+    assert not np.array_equal(one.outcomes.ttft_ms, other.outcomes.ttft_ms)
+
+
+@pytest.mark.parametrize(
+    "name", ["round-robin", "random", "least-request", "load-prefix", "token-load", "lmetric", "leadtime", "oracle"]
+)
+def test_every_request_ends_once_and_the_ledger_with_it(name: str) -> None:
+    result = run(trace(), PODS, policy(name), OPTIONS)
+    assert_sound(result, 300)
+    assert set(result.outcomes.outcome) == {Outcome.OK}
+    assert np.isfinite(result.outcomes.ttft_ms).all()
+    assert (result.outcomes.e2e_ms >= result.outcomes.ttft_ms).all()
+
+
+def test_a_learned_policy_learns_inside_the_run() -> None:
+    options = replace(OPTIONS, learning=LearningOptions(retrain_ms=5_000.0))
+    result = run(load_trace("sharegpt", 1, 800).at_rate(15.0), PODS, policy("leadtime"), options)
+    assert_sound(result, 800)
+    assert result.fits - result.fits_refused >= 1
+    assert result.first_bundle_ms is not None
+    known = np.isfinite(result.outcomes.predicted_ttft_ms)
+    assert not known[0]
+    assert known[-200:].all()
+    error = np.abs(result.outcomes.predicted_ttft_ms / result.outcomes.ttft_ms - 1.0)[-200:]
+    assert np.median(error) < 0.6
+
+
+def test_an_oracle_knows_a_lone_requests_time() -> None:
+    result = run(trace(40, 0.2), PODS, policy("oracle"), replace(OPTIONS, noise=0.0))
+    assert result.outcomes.predicted_ttft_ms == pytest.approx(result.outcomes.ttft_ms, rel=1e-4)
+
+
+def test_several_routers_each_with_a_ledger_of_its_own_end_empty() -> None:
+    result = run(trace(), PODS, policy("token-load"), replace(OPTIONS, routers=3))
+    assert_sound(result, 300)
+
+
+@pytest.mark.parametrize("name", ["token-load", "leadtime"])
+def test_a_pod_that_fails_loses_only_answers_under_way_and_is_used_again_when_it_is_back(name: str) -> None:
+    options = replace(OPTIONS, failures=(Failure(0, 8_000.0, 20_000.0), Failure(3, 15_000.0)))
+    result = run(trace(), PODS, policy(name), options)
+    assert_sound(result, 300)
+    outcomes = result.outcomes
+    lost = [o is Outcome.UPSTREAM_RESET for o in outcomes.outcome]
+    assert 0 < sum(lost) < 80
+    assert sum(o is Outcome.OK for o in outcomes.outcome) == 300 - sum(lost)
+    down = (outcomes.arrival_ms > 8_600.0) & (outcomes.arrival_ms < 19_900.0)
+    assert not (outcomes.pod[down] == 0).any()
+    assert (outcomes.pod[outcomes.arrival_ms > 21_000.0] == 0).any()
+    assert not (outcomes.pod[outcomes.arrival_ms > 16_000.0] == 3).any()
+    assert outcomes.attempts.max() >= 2
+
+
+def test_without_any_pod_requests_are_turned_away() -> None:
+    options = replace(OPTIONS, failures=(Failure(0, 2_000.0, math.inf),))
+    result = run(trace(100), PODS[:1], policy("round-robin"), options)
+    assert_sound(result, 100)
+    assert sum(o is Outcome.NO_ENDPOINT for o in result.outcomes.outcome) > 50
+
+
+def test_decisions_are_those_of_the_routers_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replay asks the core that the director asks; it has no policy code of its own."""
+    asked: list[InferenceRequest] = []
+    orders: list[tuple[int, ...]] = []
+
+    class Watched(DecisionCore):
+        def prepare(self, request, subset, now_ms):  # type: ignore[no-untyped-def]
+            asked.append(request)
+            return super().prepare(request, subset, now_ms)
+
+        def schedule(self, prepared, prediction, elapsed_ms):  # type: ignore[no-untyped-def]
+            decision = super().schedule(prepared, prediction, elapsed_ms)
+            orders.append(decision.order)
+            return decision
+
+    monkeypatch.setattr(cluster, "DecisionCore", Watched)
+    result = run(trace(60), PODS, policy("lmetric"), OPTIONS)
+    assert len(asked) == 60
+    assert [order[0] for order in orders] == result.outcomes.pod.tolist()
+    assert all(request.input_tokens == len(request.prompt) / 4 for request in asked)
