@@ -312,6 +312,10 @@ class Cluster:
             return
         prediction = self._predict(prepared, engine_request)
         decision = router.core.schedule(prepared, prediction, 0.0)
+        if decision.refusal is not None:
+            outcomes.outcome[place] = Outcome.SHED
+            self._left -= 1
+            return
         metadata = router.core.describe(
             engine_request.request_id,
             prepared,
