@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from services.router.scheduling.pipeline import Pipeline
-from services.router.scheduling.profile import Profile, Profiles, load_presets, load_profile_file, parse_profile
+from services.router.scheduling.profile import Profile, Profiles, load_presets, parse_profile
+from services.router.scheduling.profile_file import load_profile_file
 from services.router.scheduling.registry import Registry
 
 # Plugins that read predictions: a policy with none of them learns no model, which a replay needn't pay for.
@@ -58,7 +59,7 @@ def policy(name: str) -> Policy:
     if wanted == "oracle":
         presets.append(parse_profile(_ORACLE, "oracle", registry))
     elif wanted.endswith((".yaml", ".yml")):
-        own = load_profile_file(Path(wanted), registry)
+        own = load_profile_file(Path(wanted), registry).profile
         presets = [profile for profile in presets if profile.name != own.name] + [own]
         wanted = own.name
     profiles = Profiles(presets)
