@@ -55,10 +55,9 @@ class FitOptions:
     learning_rate: float = 0.13
     max_bin: int = 64
     leaf_rows: int = 20
-    """Least rows (weighted) of a residual leaf"""
-    tpot_leaf_rows: int = 200
+    """Least rows (weighted) of a residual leaf, where that isn't more than `leaf_share` of all"""
     leaf_share: float = 0.04
-    """Neither is more than this share of all rows"""
+    """Least share of the rows in a residual leaf of TPOT"""
     tree_min_rows: int = 60
     rows_per_round: int = 10
     spread_rounds: int = 20
@@ -255,8 +254,8 @@ def _fit_median(
     # A few hundred rows can't carry as many trees as thousands.
     rounds = min(options.rounds, max(1, len(rows) // options.rows_per_round))
     # Out of range the last leaf is held: of TPOT, where single kernels have bumps, it is the mean of many rows.
-    wanted = options.tpot_leaf_rows if target == "tpot" else options.leaf_rows
-    leaf_rows = max(1, min(wanted, int(options.leaf_share * len(rows))))
+    share_rows = int(options.leaf_share * len(rows))
+    leaf_rows = max(1, share_rows if target == "tpot" else min(options.leaf_rows, share_rows))
     booster = _boost(
         trees,
         residual,
