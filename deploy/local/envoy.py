@@ -13,8 +13,12 @@ entry to a collector. What each choice does was measured on Envoy 1.40:
   costs at most a request, with several none. Two Envoy defects bound it: two ext-proc filters of this shape on a route
   truncate bodies; and with retries on the route, request trailers make Envoy 1.40 send the body on twice (its router's
   copy for retries is played again), so clients speak HTTP/1.1, where trailers are dropped.
-- Bodies above `body_limit_bytes` are a 413: in `buffered` by Envoy itself, in `full_duplex` by the router, which must
-  be given the same limit. A route that keeps no more than that of a body also can't try again with more.
+- Bodies above `body_limit_bytes` are a 413: in `buffered` by Envoy itself, in `full_duplex` by the router. Both come
+  from the router's setting (`of_router`). A route that keeps no more than that of a body also can't try again with
+  more.
+- `restored_routes`, in `buffered`: their responses pass through the router, which puts the client's model name back;
+  STREAMED, so that a router which dies in the middle costs the name and not the answer.
+- Upgrades (WebSocket) have a route of their own without bodies shown: theirs end with the connection.
 - `override_host` reads the pick from metadata only, tries the listed endpoints in order, and writes down the one that
   served. A client's own headers that would steer are removed before any filter sees them.
 - `first_content.lua` and the two usage filters write labels into metadata. accept-encoding is removed: an encoded
@@ -29,18 +33,18 @@ Worth watching in Envoy's own stats: `http.ingress.ext_proc.{streams_started,fai
 """
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
+from services.router.request.parse import DEFAULT_MAX_BODY_BYTES
+from services.router.restored_name import parse_routes
 from shared import names
 from shared.errors import FieldError
 from shared.settings import is_loopback
 
-BODY_LIMIT_BYTES: Final = 32 * 1024 * 1024
-"""Largest request body: BUFFERED holds it whole. Above it the client gets a 413."""
 MESSAGE_TIMEOUT_S: Final = 1.0
 """What Envoy waits for a picker's answer before it falls back to round robin."""
 MAX_MESSAGE_TIMEOUT_S: Final = 300.0
@@ -58,6 +62,8 @@ Shape = Literal["buffered", "full_duplex"]
 
 _TYPE: Final = "type.googleapis.com/envoy."
 _POOL: Final = "pool"
+_UPGRADE: Final = "upgrade"
+_RESTORED: Final = "restored "
 _PICKER: Final = "picker"
 _COLLECTOR: Final = "collector"
 _API: Final = "api"
@@ -133,7 +139,10 @@ class EnvoyConfig:
     """Bearer token of the access-log stream; collectors beyond loopback want one."""
     router_token: str | None = None
     """Bearer token of the ext-proc calls; routers beyond loopback want one."""
-    body_limit_bytes: int = BODY_LIMIT_BYTES
+    body_limit_bytes: int = DEFAULT_MAX_BODY_BYTES
+    """Largest request body: BUFFERED holds it whole. Above it the client gets a 413. Give it by `of_router`."""
+    restored_routes: tuple[str, ...] = ()
+    """Beginnings of paths whose responses go through the router for their model's name. Give them by `of_router`."""
     shape: Shape = "buffered"
     router_tls: bool = False
     """Speak TLS to routers without verifying them: for routers with `LEADTIME_ROUTER_TLS` self-signed or files."""
@@ -147,6 +156,20 @@ class EnvoyConfig:
             raise FieldError("admin", self.admin.host, "a loopback address")
         if not 1024 <= self.body_limit_bytes < 2**32:
             raise FieldError("body_limit_bytes", str(self.body_limit_bytes), "1024 to 4294967295 bytes")
+
+
+def of_router(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of EnvoyConfig that follow from the router's own settings, by the environment that it will be given:
+    one place where an operator sets each. Raises FieldError.
+    """
+    fields: dict[str, Any] = {}
+    if (limit := environment.get("LEADTIME_ROUTER_MAX_BODY_BYTES")) is not None:
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 12):
+            raise FieldError("LEADTIME_ROUTER_MAX_BODY_BYTES", f"'{limit[:16]}'", "a number of bytes")
+        fields["body_limit_bytes"] = int(limit)
+    if routes := parse_routes(environment.get("LEADTIME_ROUTER_RESTORED_ROUTES", "")):
+        fields["restored_routes"] = routes
+    return fields
 
 
 def parse_endpoint(url: str) -> Address:
@@ -196,6 +219,7 @@ def _listener(config: EnvoyConfig) -> dict[str, Any]:
         use_remote_address=True,
         preserve_external_request_id=True,
         normalize_path=True,
+        upgrade_configs=[{"upgrade_type": "websocket"}],
         early_header_mutation_extensions=[_strip_steering_headers()],
         local_reply_config=_local_replies(),
         route_config={"name": "all", "virtual_hosts": [_virtual_host(config)]},
@@ -246,31 +270,58 @@ def _virtual_host(config: EnvoyConfig) -> dict[str, Any]:
                 "typed_per_filter_config": dict.fromkeys((_EXT_PROC, _LUA, _SSE, _JSON), off),
             }
         )
+    bodiless = {"request_body_mode": "NONE", "response_body_mode": "NONE"}
     routes.append(
         {
-            "name": _POOL,
-            "match": {"prefix": "/"},
-            "request_headers_to_remove": ["accept-encoding"],
-            # By it a client finds its request in /v1/decisions, and an operator sees answers that no router decided.
-            "response_headers_to_add": [
-                {"header": {"key": names.DECISION_ID, "value": f"%REQ({names.DECISION_ID})%"}},
-            ],
-            "route": {
-                "cluster": _POOL,
-                "timeout": "0s",
-                "retry_policy": {
-                    # Not `reset`: a request that crashed one server is not tried on the next.
-                    "retry_on": "connect-failure,refused-stream,reset-before-request,retriable-status-codes",
-                    "retriable_status_codes": [503],
-                    "num_retries": RETRIES,
-                    # Without it the pick's list wraps round and a dead single pick is tried three times.
-                    "retry_host_predicate": [_other_host()],
-                    "host_selection_retry_max_attempts": 5,
-                },
-            },
+            "name": _UPGRADE,
+            "match": {"prefix": "/", "headers": [{"name": "upgrade", "present_match": True}]},
+            **_to_pool(),
+            **_other_modes({**_PROCESSING_MODES[config.shape], **bodiless}),
         }
     )
+    if config.shape == "buffered":  # in full duplex every response is shown
+        shown = {"response_header_mode": "SEND", "response_body_mode": "STREAMED"}
+        routes += [
+            {
+                "name": f"{_RESTORED}{path}",
+                "match": {"prefix": path},
+                **_to_pool(),
+                **_other_modes({**_PROCESSING_MODES[config.shape], **shown}),
+            }
+            for path in config.restored_routes
+        ]
+    routes.append({"name": _POOL, "match": {"prefix": "/"}, **_to_pool()})
     return {"name": "all", "domains": ["*"], "routes": routes}
+
+
+def _to_pool() -> dict[str, Any]:
+    """What all routes to the pool do."""
+    return {
+        "request_headers_to_remove": ["accept-encoding"],
+        # By it a client finds its request in /v1/decisions, and an operator sees answers that no router decided.
+        "response_headers_to_add": [
+            {"header": {"key": names.DECISION_ID, "value": f"%REQ({names.DECISION_ID})%"}},
+        ],
+        "route": {
+            "cluster": _POOL,
+            "timeout": "0s",
+            "retry_policy": {
+                # Not `reset`: a request that crashed one server is not tried on the next.
+                "retry_on": "connect-failure,refused-stream,reset-before-request,retriable-status-codes",
+                "retriable_status_codes": [503],
+                "num_retries": RETRIES,
+                # Without it the pick's list wraps round and a dead single pick is tried three times.
+                "retry_host_predicate": [_other_host()],
+                "host_selection_retry_max_attempts": 5,
+            },
+        },
+    }
+
+
+def _other_modes(modes: dict[str, str]) -> dict[str, Any]:
+    """A route that shows the picker other parts of a request than the listener's rest."""
+    override = _typed("extensions.filters.http.ext_proc.v3.ExtProcPerRoute", overrides={"processing_mode": modes})
+    return {"typed_per_filter_config": {_EXT_PROC: override}}
 
 
 def _other_host() -> dict[str, Any]:
@@ -285,7 +336,7 @@ _PROCESSING_MODES: Final[dict[Shape, dict[str, str]]] = {
     "buffered": {
         "request_header_mode": "SEND",
         "request_body_mode": "BUFFERED",
-        "request_trailer_mode": "SKIP",
+        "request_trailer_mode": "SEND",
         "response_header_mode": "SKIP",
         "response_body_mode": "NONE",
         "response_trailer_mode": "SEND",

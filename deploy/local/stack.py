@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from deploy.local.binaries import Binaries, find_binaries
-from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, Shape, parse_endpoint, render
+from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, Shape, of_router, parse_endpoint, render
 from deploy.local.ports import LOOPBACK, Ports
 from deploy.local.processes import ChildSpec, Probe, Supervisor
 from shared.errors import ConfigurationError
@@ -191,9 +191,13 @@ def endpoint_address(endpoint: str) -> Address:
 
 
 def envoy_config(
-    addresses: Addresses, endpoints: tuple[str, ...], api: Address | None, shape: Shape = "buffered"
+    addresses: Addresses,
+    endpoints: tuple[str, ...],
+    api: Address | None,
+    shape: Shape = "buffered",
+    router_environment: Mapping[str, str] | None = None,
 ) -> EnvoyConfig:
-    """What the one Envoy is told."""
+    """What the one Envoy is told; some of it follows from the settings that the router is given. Raises FieldError."""
     return EnvoyConfig(
         endpoints=tuple(endpoint_address(endpoint) for endpoint in endpoints),
         routers=(RouterAddress(Address(LOOPBACK, addresses.router_extproc), addresses.router_health),),
@@ -202,6 +206,7 @@ def envoy_config(
         listen=addresses.gateway,
         admin=Address(LOOPBACK, addresses.envoy_admin),
         shape=shape,
+        **of_router(router_environment or {}),
     )
 
 
@@ -371,7 +376,9 @@ class Stack:
     def _write_files(self) -> None:
         for folder in ("nats", "redis"):
             (self._store_dir / folder).mkdir(parents=True, exist_ok=True)
-        config = envoy_config(self.addresses, self.endpoints, self.config.api, self.config.shape)
+        config = envoy_config(
+            self.addresses, self.endpoints, self.config.api, self.config.shape, self.config.environment
+        )
         (self.config.run_dir / "envoy.json").write_text(json.dumps(render(config), indent=1))
         if self.simulated:
             (self.config.run_dir / "sim.json").write_text(self.simulated.model_dump_json(indent=1))

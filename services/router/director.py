@@ -23,7 +23,7 @@ from services.router.completion import CompletionObserver
 from services.router.core import DecisionCore, Prepared, least_loaded
 from services.router.decision_id import uuid7
 from services.router.decisions import DecisionLog, DecisionRecord, PredictionError
-from services.router.extproc.messages import RequestHead, Routed
+from services.router.extproc.messages import RequestHead, RestoredName, Routed
 from services.router.extproc.stream import ResponseObserver
 from services.router.metrics import RouterMetrics
 from services.router.predict.ladder import Ladder
@@ -50,7 +50,11 @@ _DEADLINE_BUDGETS: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class DirectorOptions:
-    """The conductor's part of the settings. `probe_user_agents`: beginnings of those whose requests teach nothing."""
+    """The conductor's part of the settings.
+
+    `probe_user_agents`: beginnings of those whose requests teach nothing. `restored_routes`: beginnings of the paths
+    whose responses name a model as the client did.
+    """
 
     pool: str
     listed_endpoints: int
@@ -58,6 +62,7 @@ class DirectorOptions:
     parsing: ParseConfig
     aliases: ModelAliases = field(default_factory=lambda: ModelAliases({}))
     forward_control_headers: bool = False
+    restored_routes: tuple[str, ...] = ()
     probe_user_agents: tuple[str, ...] = ()
 
 
@@ -151,8 +156,14 @@ class Director:
         except ValueError:  # of JSON that was parsed: the endpoint gets what the client sent, and says what it thinks
             self._fault("model rewrite failed")
             return routed
-        encoded = ("content-encoding",) if "content-encoding" in head.headers else ()
-        return replace(routed, body=named, removed_headers=(*routed.removed_headers, *encoded))
+        removed = {"content-encoding"} & head.headers.keys()
+        restored = None
+        if head.response_shown and head.path.startswith(self._options.restored_routes):
+            restored = RestoredName(request.model, request.alias or request.model)
+            removed |= {"accept-encoding"} & head.headers.keys()  # in an encoded answer no name is found
+        return replace(
+            routed, body=named, removed_headers=(*routed.removed_headers, *sorted(removed)), restored=restored
+        )
 
     async def _route(
         self, request: InferenceRequest, head: RequestHead, received_ms: float, received_unix_ms: float

@@ -31,6 +31,7 @@ from services.router.predict.metrics import PredictMetrics
 from services.router.request.aliases import ModelAliases
 from services.router.request.parse import ParseConfig
 from services.router.request.tokens import TokenEstimator
+from services.router.restored_name import parse_routes
 from services.router.sample_sink import SampleSink, parse_collectors
 from services.router.settings import RouterSettings
 from services.router.state.discovery import Discovery, DiscoveryConfig, parse_endpoints
@@ -105,6 +106,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
                 ),
                 aliases=aliases,
                 forward_control_headers=settings.forward_control_headers,
+                restored_routes=parse_routes(settings.restored_routes),
                 probe_user_agents=tuple(filter(None, map(str.strip, settings.probe_user_agents.split(",")))),
             ),
             state,

@@ -10,6 +10,8 @@ from services.router.alias_file import alias_table
 from services.router.objectives_file import read_objectives
 from services.router.predict.client import parse_urls
 from services.router.request.aliases import ModelAliases
+from services.router.request.parse import DEFAULT_MAX_BODY_BYTES
+from services.router.restored_name import parse_routes
 from services.router.sample_sink import parse_collectors
 from services.router.state.discovery import parse_endpoints
 from shared.settings import NatsSettings, Port, PositiveMs, RedisSettings, ServiceSettings, is_loopback
@@ -51,7 +53,8 @@ class RouterSettings(ServiceSettings):
     decision_budget_ms: PositiveMs = 100.0
     predict_deadline_ms: PositiveMs = 40.0
     """Deadline of one prediction, all replicas together; inside the decision budget."""
-    max_body_bytes: Annotated[int, Field(ge=1_024, le=1 << 30)] = 32 * 1024 * 1024
+    max_body_bytes: Annotated[int, Field(ge=1_024, le=1 << 30)] = DEFAULT_MAX_BODY_BYTES
+    """Larger requests get a 413. Envoy's buffer limit is rendered from it."""
     listed_endpoints: Annotated[int, Field(ge=1, le=8)] = 3
     """How many endpoints an answer lists, best first."""
     trust_request_headers: bool = False
@@ -68,6 +71,9 @@ class RouterSettings(ServiceSettings):
     """JSON: a client's name for a model → the model, or models by weight: `{"chat": {"llama-a": 9, "llama-b": 1}}`."""
     model_aliases_file: FilePath | None = None
     """The same table as YAML; the two are joined, and may not both name an alias."""
+    restored_routes: str = ""
+    """Comma-separated beginnings of paths (`/v1/chat/,/team/`) whose responses name the model as the client did; Envoy
+    has to show their responses to the router (`deploy/local/envoy.py` renders it)."""
     collectors: str = ""
     """Comma-separated URLs of collectors for the samples of responses that pass through here; empty: none are made."""
     collector_token: SecretStr | None = None
@@ -112,6 +118,12 @@ class RouterSettings(ServiceSettings):
         if not is_loopback(self.extproc_host) and not guarded:
             raise ValueError("extproc_token, tls_client_ca_file or extproc_open is needed: extproc_host isn't loopback")
         return self
+
+    @field_validator("restored_routes")
+    @classmethod
+    def _paths(cls, text: str) -> str:
+        parse_routes(text)
+        return text
 
     @field_validator("collectors")
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, Shape, render
+from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, Shape, of_router, render
 from shared.samples import LatencySample
 from tests.fakes.fake_model_server import FakeModelServer, Script, Seen, event, fake_model_server, stream_script
 from tests.fakes.fake_predictor import FakePredictor
@@ -24,6 +24,9 @@ from tests.servers import EnvoyProxy, NatsServer, ServerProcess, envoy, fetch, f
 
 CAP_BYTES = 8 * 1024 * 1024
 CHAT = "/v1/chat/completions"
+RESTORED = "/restored/"
+"""Beginning of the paths whose responses name the model as the client did."""
+ALIAS, MODEL = "an alias", "m"
 OTHER = "/v1/files"
 JSON_ANSWER = Script(
     [(0.0, json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}).encode())],
@@ -191,13 +194,18 @@ async def running_edge(
         predictor = FakePredictor()
         await predictor.start()
         stack.push_async_callback(predictor.stop)
+        settings = {
+            "LEADTIME_ROUTER_MAX_BODY_BYTES": str(CAP_BYTES),
+            "LEADTIME_ROUTER_MODEL_ALIASES": json.dumps({ALIAS: MODEL}),
+            "LEADTIME_ROUTER_RESTORED_ROUTES": RESTORED,
+        }
         router = RouterProcess(
             directory,
             {
+                **settings,
                 "LEADTIME_ROUTER_ENDPOINTS": ",".join(f"http://{fake.address}" for fake in fakes),
                 "LEADTIME_ROUTER_PREDICTORS": predictor.url,
                 "LEADTIME_ROUTER_PROFILE": "round-robin",
-                "LEADTIME_ROUTER_MAX_BODY_BYTES": str(CAP_BYTES),
                 "LEADTIME_NATS_SERVERS": nats.url,
                 "LEADTIME_REDIS_URL": f"redis://127.0.0.1:{free_port()}/0",
                 "LEADTIME_ROUTER_COLLECTORS": collector.url if by_response_stream else "",
@@ -211,7 +219,7 @@ async def running_edge(
             endpoints=tuple(Address("127.0.0.1", int(fake.address.rpartition(":")[2])) for fake in fakes[:servers]),
             routers=(RouterAddress(Address("127.0.0.1", router.extproc_port), router.health_port),),
             collectors=(Address("127.0.0.1", free_port() if by_response_stream else collector.settings.als_port),),
-            body_limit_bytes=CAP_BYTES,
+            **of_router(settings),
             shape=shape,
             log_flush_s=0.05,
         )

@@ -28,6 +28,8 @@ class Script:
     """Reset the connection in place of an answer, after `header_delay_ms`."""
     dies: bool = False
     """Reset the connection after the last write instead of ending the answer."""
+    counted: bool = False
+    """Say the body's length in place of sending it in chunks."""
 
     @property
     def body(self) -> bytes:
@@ -99,7 +101,8 @@ class FakeModelServer:
         if script.refuses:
             writer.transport.abort()
             return False
-        lines = [f"HTTP/1.1 {script.status} X", f"content-type: {script.content_type}", "transfer-encoding: chunked"]
+        size = f"content-length: {len(script.body)}" if script.counted else "transfer-encoding: chunked"
+        lines = [f"HTTP/1.1 {script.status} X", f"content-type: {script.content_type}", size]
         lines += [f"{name}: {value}" for name, value in script.headers]
         writer.write("\r\n".join([*lines, "", ""]).encode())
         for at_ms, data in script.writes:
@@ -107,12 +110,13 @@ class FakeModelServer:
             if reader.at_eof() or writer.is_closing():
                 self.aborted += 1
                 return False
-            writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+            writer.write(data if script.counted else b"%x\r\n%b\r\n" % (len(data), data))
             await writer.drain()
         if script.dies:
             writer.transport.abort()
             return False
-        writer.write(b"0\r\n\r\n")
+        if not script.counted:
+            writer.write(b"0\r\n\r\n")
         await writer.drain()
         return True
 

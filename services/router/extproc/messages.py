@@ -61,11 +61,20 @@ class RequestHead:
 
 
 @dataclass(frozen=True, slots=True)
+class RestoredName:
+    """In the response the served `model` is to be called `name`, as the client called it."""
+
+    model: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Routed:
     """An answer with endpoints, best first, each `ip:port` with IPv6 in brackets.
 
     `metadata`: the encoded decision, None for requests that teach nothing. `body`: a new body for the endpoint, None
-    keeps the client's bytes. `removed_headers`: of the client's, what doesn't go on to the endpoint.
+    keeps the client's bytes. `removed_headers`: of the client's, what doesn't go on to the endpoint. `restored`: the
+    name to put back in the response, None leaves it alone.
     """
 
     destinations: tuple[str, ...]
@@ -73,6 +82,7 @@ class Routed:
     metadata: str | None
     body: bytes | None = field(default=None, repr=False)
     removed_headers: tuple[str, ...] = ()
+    restored: RestoredName | None = None
 
 
 def header_map(message: Any) -> dict[str, str]:
@@ -169,6 +179,24 @@ def response_chunks(body: bytes, *, end: bool) -> Iterator[ep.ProcessingResponse
     """A chunk of the response, the same way."""
     for chunk, last in _chunks(body, end=end):
         yield ep.ProcessingResponse(response_body=_streamed(chunk, end=last))
+
+
+def changed_response_headers() -> ep.ProcessingResponse:
+    """Go on, with a body that may get another length."""
+    mutation = ep.HeaderMutation(remove_headers=["content-length"])
+    return ep.ProcessingResponse(
+        response_headers=ep.HeadersResponse(response=ep.CommonResponse(header_mutation=mutation))
+    )
+
+
+def changed_response_body(body: bytes) -> ep.ProcessingResponse:
+    """A chunk of the response to send on in place of the one that came (response body STREAMED)."""
+    response = ep.BodyResponse()
+    if body:
+        response.response.body_mutation.body = body
+    else:
+        response.response.body_mutation.clear_body = True
+    return ep.ProcessingResponse(response_body=response)
 
 
 def _chunks(body: bytes, *, end: bool) -> Iterator[tuple[bytes, bool]]:

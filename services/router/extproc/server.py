@@ -27,6 +27,7 @@ from services.router.extproc.stream import (
     ResponseEnd,
     ResponseHead,
     ResponseObserver,
+    RestoringFailed,
     Send,
     Stream,
 )
@@ -204,6 +205,8 @@ class ExtProcServer:
                     await self._abort(context, effect.reason)
                 case Rejected():
                     self._director.rejected(effect.reason)
+                case RestoringFailed():
+                    self._log.error("restoring a model's name failed", error=effect.error)
                 case ResponseHead() | ResponseChunk() | ResponseEnd():
                     self._show(run, effect)
 

@@ -8,8 +8,8 @@ message (`protocol_config`), stream by stream:
 - Request FULL_DUPLEX_STREAMED: nothing is answered until the body's end; then headers with the pick, and the body back
   in chunks of at most 62,000 bytes. Where the body isn't needed (unknown paths, uploads, upgrades) the headers are
   answered at once, and chunks as they come.
-- Response NONE, STREAMED, FULL_DUPLEX_STREAMED: each chunk goes on at once, unchanged; what it tells an observer comes
-  after it.
+- Response NONE, STREAMED, FULL_DUPLEX_STREAMED: each chunk goes on at once, unchanged but for a model's name that the
+  decision said to put back; what it tells an observer comes after it.
 
 A stream never ends early on our side: a clean end without an answer makes Envoy send the request on with an empty body
 in full duplex (measured). Only what breaks the protocol, or a mode that isn't spoken, aborts with a status.
@@ -24,9 +24,10 @@ from enum import Enum, auto
 from typing import Any, Final, Protocol
 
 from services.router.extproc import messages
-from services.router.extproc.messages import BodyMode, RequestHead, Routed
+from services.router.extproc.messages import BodyMode, RequestHead, RestoredName, Routed
 from services.router.request.errors import BodyTooLarge, RejectReason, RequestRejected
 from services.router.request.parse import Route, route_of
+from services.router.restored_name import Restorer, restorer
 
 _DRAIN_FACTOR: Final = 2
 """A body over the cap is read on, and dropped, up to this many caps: a client that is cut off while it sends may see a
@@ -100,7 +101,14 @@ class ResponseEnd:
     """The response was whole."""
 
 
-Effect = Send | Decide | Rejected | Abort | ResponseHead | ResponseChunk | ResponseEnd
+@dataclass(frozen=True, slots=True)
+class RestoringFailed:
+    """A fault of ours: the response goes on as the endpoint wrote it."""
+
+    error: str
+
+
+Effect = Send | Decide | Rejected | Abort | ResponseHead | ResponseChunk | ResponseEnd | RestoringFailed
 
 
 class _Phase(Enum):
@@ -136,6 +144,8 @@ class Stream:
         "_response_ended",
         "_response_mode",
         "_response_started",
+        "_restored",
+        "_restorer",
         "_trailers",
     )
 
@@ -153,6 +163,8 @@ class Stream:
         self._trailers = False
         self._response_started = False
         self._response_ended = False
+        self._restored: RestoredName | None = None
+        self._restorer: Restorer | None = None
 
     @property
     def response_cut(self) -> bool:
@@ -183,7 +195,7 @@ class Stream:
             case "request_trailers":
                 return self._request_trailers()
             case "response_trailers":
-                return [Send(messages.CONTINUE_RESPONSE_TRAILERS), *self._response_over(over=True)]
+                return self._response_trailers()
             case kind:
                 return [Abort(f"unexpected_{kind}")]
 
@@ -196,6 +208,7 @@ class Stream:
             self._phase = _Phase.REFUSED
             return [Send(messages.immediate(result))]
         self._phase = _Phase.ANSWERED
+        self._restored = result.restored
         if self._reply_to is _ReplyTo.BODY:
             return [Send(messages.routed_body(result))]
         if self._reply_to is _ReplyTo.TRAILERS:
@@ -288,8 +301,16 @@ class Stream:
         headers = messages.header_map(message.response_headers)
         status = headers.get(":status", "")
         self._response_started = shown = self._response_mode != BodyMode.NONE
+        if self._restored is not None and shown and not message.response_headers.end_of_stream:
+            self._restorer = restorer(
+                self._restored.model,
+                self._restored.name,
+                headers.get("content-type", ""),
+                headers.get("content-encoding", ""),
+            )
+        answer = messages.CONTINUE_RESPONSE_HEADERS
         return [
-            Send(messages.CONTINUE_RESPONSE_HEADERS),
+            Send(answer if self._restorer is None else messages.changed_response_headers()),
             ResponseHead(
                 int(status) if status.isascii() and status.isdigit() else 0,
                 headers,
@@ -300,20 +321,46 @@ class Stream:
         ]
 
     def _response_body(self, part: Any) -> list[Effect]:
-        chunk = part.body
-        if self._response_mode == BodyMode.FULL_DUPLEX_STREAMED:
-            if self._response_ended:
-                return []
-            effects = _sends(messages.response_chunks(chunk, end=part.end_of_stream))
+        chunk, end = part.body, part.end_of_stream
+        full_duplex = self._response_mode == BodyMode.FULL_DUPLEX_STREAMED
+        if self._response_ended:
+            return [] if full_duplex else [Send(messages.CONTINUE_RESPONSE_BODY)]
+        effects: list[Effect] = []
+        sent = chunk if self._restorer is None else self._restore(chunk, effects, end=end)
+        if full_duplex:
+            if sent or end or not chunk:  # a chunk that is held back whole is answered with the next
+                effects += _sends(messages.response_chunks(sent, end=end))
+        elif sent is chunk:
+            effects.append(Send(messages.CONTINUE_RESPONSE_BODY))
         else:
-            effects = [Send(messages.CONTINUE_RESPONSE_BODY)]
-            if self._response_ended:
-                return effects
+            effects.append(Send(messages.changed_response_body(sent)))
         if chunk:
             effects.append(ResponseChunk(chunk))
         if part.end_of_stream:
             effects += self._response_over(over=True)
         return effects
+
+    def _restore(self, chunk: bytes, effects: list[Effect], *, end: bool) -> bytes:
+        """What goes on in a chunk's place; the chunk itself where nothing changes."""
+        assert self._restorer is not None  # noqa: S101 - asked by the caller
+        held = self._restorer.held
+        try:
+            sent = self._restorer.feed(chunk)
+            rest = self._restorer.flush() if end else b""
+        except Exception as error:  # a fault of ours must not cost the answer
+            self._restorer = None
+            effects.append(RestoringFailed(type(error).__name__))
+            return held + chunk if held else chunk
+        return sent + rest if rest else sent
+
+    def _response_trailers(self) -> list[Effect]:
+        effects: list[Effect] = []
+        if self._restorer is not None and self._response_mode == BodyMode.FULL_DUPLEX_STREAMED:
+            held = self._restorer.flush()
+            if held and not self._response_ended:
+                effects += _sends(messages.response_chunks(held, end=False))
+        effects.append(Send(messages.CONTINUE_RESPONSE_TRAILERS))
+        return effects + self._response_over(over=True)
 
     def _response_over(self, *, over: bool) -> list[Effect]:
         if not over or self._response_ended:

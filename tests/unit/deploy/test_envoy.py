@@ -14,6 +14,7 @@ from deploy.local.envoy import (
     EnvoyConfig,
     RouterAddress,
     first_content_source,
+    of_router,
     parse_endpoint,
     render,
 )
@@ -54,8 +55,9 @@ def cluster(bootstrap: dict[str, Any], name: str) -> dict[str, Any]:
         {"collector_token": "secret"},
         {"shape": "full_duplex"},
         {"router_tls": True},
+        {"restored_routes": ("/v1/chat/", "/team/")},
     ],
-    ids=["addresses", "no api", "names", "token", "full duplex", "TLS to routers"],
+    ids=["addresses", "no api", "names", "token", "full duplex", "TLS to routers", "restored routes"],
 )
 def test_envoy_accepts_the_config(tmp_path: Path, changes: dict[str, Any]) -> None:
     file = tmp_path / "envoy.json"
@@ -122,7 +124,7 @@ def test_a_router_that_is_gone_is_left_out_at_once(shape: str) -> None:
 
 
 def test_retries_go_to_the_next_listed_endpoint_and_leave_the_message_timeout_above_the_budget() -> None:
-    route = manager(render(config()))["route_config"]["virtual_hosts"][0]["routes"][1]["route"]
+    route = manager(render(config()))["route_config"]["virtual_hosts"][0]["routes"][-1]["route"]
     policy = route["retry_policy"]
     assert set(policy["retry_on"].split(",")) >= {"connect-failure", "reset-before-request"}
     assert policy["retry_host_predicate"][0]["name"] == "envoy.retry_host_predicates.previous_hosts"
@@ -144,14 +146,65 @@ def test_the_script_writes_under_the_names_of_the_contract() -> None:
 
 def test_every_other_path_than_api_goes_through_the_picker() -> None:
     host = manager(render(config()))["route_config"]["virtual_hosts"][0]
-    api, pool = host["routes"]
+    api, upgrade, pool = host["routes"]
+    assert upgrade["match"]["headers"] == [{"name": "upgrade", "present_match": True}]
     assert api["match"] == {"path_separated_prefix": "/api"}
     assert all(setting["disabled"] for setting in api["typed_per_filter_config"].values())
     assert pool["match"] == {"prefix": "/"}
     assert "typed_per_filter_config" not in pool
     assert pool["request_headers_to_remove"] == ["accept-encoding"]
     only_pool = manager(render(config(api=())))["route_config"]["virtual_hosts"][0]["routes"]
-    assert [route["name"] for route in only_pool] == ["pool"]
+    assert [route["name"] for route in only_pool] == ["upgrade", "pool"]
+
+
+def modes_of(route: dict[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = route["typed_per_filter_config"]["envoy.filters.http.ext_proc"]["overrides"][
+        "processing_mode"
+    ]
+    return found
+
+
+def test_responses_are_shown_where_a_name_is_to_be_restored_and_nowhere_else() -> None:
+    """In full duplex every response is shown."""
+    rendered = render(config(restored_routes=("/a/", "/b/"), api=()))
+    _, first, second, pool = manager(rendered)["route_config"]["virtual_hosts"][0]["routes"]
+    assert [first["match"], second["match"]] == [{"prefix": "/a/"}, {"prefix": "/b/"}]
+    assert modes_of(first) == {
+        "request_header_mode": "SEND",
+        "request_body_mode": "BUFFERED",
+        "request_trailer_mode": "SEND",
+        "response_header_mode": "SEND",
+        "response_body_mode": "STREAMED",
+        "response_trailer_mode": "SEND",
+    }
+    assert first["route"] == pool["route"]
+    assert "typed_per_filter_config" not in pool
+    full_duplex = render(config(restored_routes=("/a/",), api=(), shape="full_duplex"))
+    assert len(manager(full_duplex)["route_config"]["virtual_hosts"][0]["routes"]) == 2
+
+
+@pytest.mark.parametrize("shape", ["buffered", "full_duplex"])
+def test_an_upgrade_shows_no_body(shape: str) -> None:
+    upgrade = manager(render(config(shape=shape, api=())))["route_config"]["virtual_hosts"][0]["routes"][0]
+    modes = modes_of(upgrade)
+    assert (modes["request_body_mode"], modes["response_body_mode"]) == ("NONE", "NONE")
+    assert modes["response_trailer_mode"] == "SEND"
+
+
+def test_what_envoy_and_router_must_agree_on_is_the_router_s_setting() -> None:
+    assert of_router({}) == {}
+    fields = of_router({"LEADTIME_ROUTER_MAX_BODY_BYTES": "5000", "LEADTIME_ROUTER_RESTORED_ROUTES": "/a/, /b/"})
+    rendered = config(**fields)
+    assert (rendered.body_limit_bytes, rendered.restored_routes) == (5_000, ("/a/", "/b/"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"), [("MAX_BODY_BYTES", "32 MiB"), ("MAX_BODY_BYTES", "-1"), ("RESTORED_ROUTES", "v1/chat")]
+)
+def test_a_router_s_setting_that_cannot_work_is_named(variable: str, text: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        of_router({f"LEADTIME_ROUTER_{variable}": text})
+    assert variable in caught.value.field.upper()
 
 
 def test_a_name_among_the_addresses_makes_a_dns_cluster_of_the_addresses_that_the_router_lists() -> None:

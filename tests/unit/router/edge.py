@@ -17,6 +17,7 @@ from services.router.extproc.server import ExtProcServer
 from services.router.extproc.stream import ResponseObserver
 from services.router.metrics import RouterMetrics
 from services.router.predict.types import Prediction
+from services.router.request.aliases import ModelAliases
 from services.router.request.parse import ParseConfig
 from services.router.request.tokens import TokenEstimator
 from services.router.scheduling.profile import Profiles, load_presets
@@ -25,6 +26,7 @@ from services.router.state.pool import PoolConfig, PoolState
 from shared.clock import SystemClock
 from shared.samples import Rung
 
+ALIAS = "alias"
 ADDRESSES = ("127.0.0.1:1", "127.0.0.1:2", "[::1]:3")
 PROFILES = Profiles(load_presets(Registry()))
 
@@ -133,7 +135,12 @@ class Edge:
         registry = CollectorRegistry()
         self.director = WatchedDirector(
             DirectorOptions(
-                pool="default", listed_endpoints=3, decision_budget_ms=decision_budget_ms, parsing=ParseConfig()
+                pool="default",
+                listed_endpoints=3,
+                decision_budget_ms=decision_budget_ms,
+                parsing=ParseConfig(),
+                aliases=ModelAliases({ALIAS: "m"}),
+                restored_routes=("/",),
             ),
             state,
             self.ladder,  # type: ignore[arg-type]

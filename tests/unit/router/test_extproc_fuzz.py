@@ -25,13 +25,17 @@ from sim.extproc_client import (
     response_trailers_message,
     trailers_message,
 )
-from tests.unit.router.edge import Edge, FakeContext, Fault
+from tests.unit.router.edge import ALIAS, Edge, FakeContext, Fault
 
 CASES = int(os.environ.get("LEADTIME_FUZZ_CASES", "2000"))
 BATCH = 2_000
 """Cases that share one search: what it remembers of them grows."""
 CAP = 400
 CHAT = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True})
+CALLED = CHAT.replace(b'"m"', f'"{ALIAS}"'.encode())
+NAMED = b'data: {"id":1,"model":"m"}\n\n'
+EVENTS, DOCUMENT = {"content-type": "text/event-stream"}, {"content-type": "application/json"}
+STREAMED = processing_mode_pb2.ProcessingMode.STREAMED
 MODES = tuple(processing_mode_pb2.ProcessingMode.BodySendMode.values())
 
 
@@ -43,7 +47,13 @@ def parsed(data: bytes) -> Any:
 
 
 bodies = st.one_of(
-    st.just(CHAT), st.just(b""), st.binary(max_size=30), st.integers(1, CAP + 50).map(lambda size: b"x" * size)
+    st.just(CHAT),
+    st.just(CALLED),
+    st.just(b""),
+    st.integers(0, len(NAMED)).map(lambda cut: NAMED[:cut]),
+    st.integers(0, len(NAMED)).map(lambda cut: NAMED[cut:]),
+    st.binary(max_size=30),
+    st.integers(1, CAP + 50).map(lambda size: b"x" * size),
 )
 heads = st.fixed_dictionaries(
     {
@@ -70,7 +80,9 @@ messages = st.one_of(
     st.just(trailers_message()),
     st.builds(
         response_headers_message,
-        st.sampled_from([{":status": "200"}, {":status": "no"}, {}]),
+        st.sampled_from(
+            [{":status": "200", **EVENTS}, {":status": "200", **DOCUMENT}, {":status": "200"}, {":status": "no"}, {}]
+        ),
         served=st.sampled_from([None, "127.0.0.1:2", "elsewhere"]),
         end_of_stream=st.booleans(),
     ),
@@ -101,7 +113,7 @@ sequences = st.one_of(
             body_mode=st.sampled_from([2, 4]),
             response_body_mode=st.sampled_from([0, 1, 4]),
         ),
-        st.just([CHAT]),
+        st.sampled_from([[CHAT], [CALLED]]),
         st.lists(messages, max_size=8),
     ),
 )
@@ -152,11 +164,36 @@ def check_answers(context: FakeContext) -> None:
         ]
         if echoed:
             assert phase == "response_body" or kinds.index("request_headers") < kinds.index(phase)
-            assert came.startswith(b"".join(part.body for part in echoed))
+            assert _called(came).startswith(_called(b"".join(part.body for part in echoed)))
             assert sum(part.end_of_stream for part in echoed) <= 1
             assert came_end or not any(part.end_of_stream for part in echoed)
             assert not any(part.end_of_stream for part in echoed[:-1])
             assert max(len(part.body) for part in echoed) <= MAX_CHUNK_BYTES
+    _check_streamed_response(context)
+
+
+def _check_streamed_response(context: FakeContext) -> None:
+    """Response body STREAMED: an answer for each chunk, and together the same bytes but for the model's name."""
+    if not context.received or context.received[0].protocol_config.response_body_mode != STREAMED:
+        return
+    chunks = [message.response_body for message in context.received if message.WhichOneof("request") == "response_body"]
+    answers = [
+        message.response_body for message in context.written if message.WhichOneof("response") == "response_body"
+    ]
+    came = sent = b""
+    for chunk, answer in zip(chunks, answers, strict=False):
+        mutation = answer.response.body_mutation
+        came += chunk.body
+        sent += {"body": mutation.body, "clear_body": b""}.get(mutation.WhichOneof("mutation"), chunk.body)
+        if chunk.end_of_stream:
+            assert _called(came) == _called(sent)
+            return
+    assert _called(came).startswith(_called(sent))
+
+
+def _called(body: bytes) -> bytes:
+    """One name for the model, whoever wrote it."""
+    return body.replace(f'"{ALIAS}"'.encode(), b'"m"')
 
 
 def _passed(received: list[Any], phase: str) -> tuple[bytes, bool]:
