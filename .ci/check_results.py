@@ -53,6 +53,26 @@ def bench_predictor(result: Mapping[str, Any]) -> list[str]:
     return [f"{key} is {result[key]}" for key in ("rows_per_s_per_core", "p99_ms") if not positive(result[key])]
 
 
+def bench_stream(result: Mapping[str, Any]) -> list[str]:
+    """Faults of `bench/stream.py`'s result."""
+    figures = {
+        "response_stream.python_us_per_token": result["response_stream"]["python_us_per_token"],
+        **{
+            f"decision_us.{shape}.{size}": result["decision_us"][shape][size]
+            for shape in ("buffered", "full_duplex")
+            for size in ("1", "8", "64")
+        },
+        **{f"body_us_per_kb.{shape}": result["body_us_per_kb"][shape] for shape in ("buffered", "full_duplex")},
+    }
+    faults = [f"{name} is {value}" for name, value in figures.items() if not positive(value)]
+    per_token = result["access_log"]["python_us_per_token"]
+    if per_token != 0:
+        faults.append(f"access_log.python_us_per_token is {per_token}, not 0")
+    if not is_number(result["access_log"]["lua_us_per_stream"]):  # by difference: noise may turn its sign
+        faults.append(f"access_log.lua_us_per_stream is {result['access_log']['lua_us_per_stream']}")
+    return faults
+
+
 def is_number(value: object) -> bool:
     """A finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -63,7 +83,12 @@ def positive(value: Any) -> bool:
     return is_number(value) and value > 0
 
 
-CHECKS = {"demo": demo, "bench/router": bench_router, "bench/predictor": bench_predictor}
+CHECKS = {
+    "demo": demo,
+    "bench/router": bench_router,
+    "bench/predictor": bench_predictor,
+    "bench/stream": bench_stream,
+}
 
 
 def main() -> int:

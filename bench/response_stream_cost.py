@@ -1,9 +1,10 @@
 """What it costs to see a response, for `bench/stream.py`: Python per token, and Envoy's script per stream.
 
-By access log Python sees no token: the script in Envoy reads the beginning of each stream, and its cost is Envoy's CPU
-with it less that without it, turn about. By response stream every chunk is a message to the router and back:
-`router_us_per_token` drives a real router's ext-proc port as Envoy does in full duplex and reads the process's CPU from
-the kernel; `observer_us_per_token` is the part of it that is the observer's own.
+By access log Python sees no token (`stream.py` counts the messages): the script in Envoy reads the beginning of each
+stream, and its cost is Envoy's CPU with it less that without it, turn about. By response stream every chunk is a
+message to the router and back: `router_us_per_token` drives a real router's ext-proc port as Envoy does in full duplex
+and reads the process's CPU from the kernel; `observer_us_per_token` and `restoring_us_per_token` are parts of it: the
+look for labels, and for a model's name that is put back.
 
 Limits: paced streams on a shared machine; a figure says its factor, not its last digit.
 """
@@ -29,13 +30,11 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ep
 from deploy.local.binaries import find_binaries
 from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, render
 from services.router.completion import CompletionObserver
+from services.router.restored_name import EventRestorer
 from shared.features import SCHEMA
 from shared.samples import DECISION_VERSION, DecisionMetadata, ListedEndpoint, Rung, encode_row
 from sim.extproc_client import ExtProcClient, body_message, headers_message
 
-PYTHON_US_PER_TOKEN_BY_ACCESS_LOG: Final = 0.0
-"""By construction: with response bodies NONE no chunk reaches a router (tests/integration/test_first_content.py counts
-the messages: two a request)."""
 _EVENT: Final = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1796000000,"model":"m",'
     b'"choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
@@ -70,6 +69,18 @@ def observer_us_per_token(tokens: int = 20_000) -> float:
     return statistics.median(rounds)
 
 
+def restoring_us_per_token(tokens: int = 20_000) -> float:
+    """CPU µs for the model's name of one event, where it is put back: median of 5 streams."""
+    rounds = []
+    for _ in range(5):
+        restorer = EventRestorer("m", "an alias")
+        started = time.process_time()
+        for _ in range(tokens):
+            restorer.feed(_EVENT)
+        rounds.append((time.process_time() - started) / tokens * 1e6)
+    return statistics.median(rounds)
+
+
 def _response_headers(headers: dict[str, str]) -> Any:
     values = [base_pb2.HeaderValue(key=key, raw_value=value.encode()) for key, value in headers.items()]
     return ep.ProcessingRequest(response_headers=ep.HttpHeaders(headers=base_pb2.HeaderMap(headers=values)))
@@ -88,11 +99,13 @@ async def router_us_per_token(
     streams: int = 20,
     tokens: int = 200,
     gap_s: float = 0.01,
+    idle_share: float = 0.0,
 ) -> dict[str, float]:
     """CPU µs of the router's process per streamed token, and what one chunk's way there and back takes.
 
     `streams` responses at once, one token every `gap_s` each, all picked before the clock starts. The router must speak
-    full duplex towards responses and have a collector set, so that it looks at them.
+    full duplex towards responses and have a collector set, so that it looks at them. `idle_share`: of a core, which it
+    takes without any request.
     """
     waits: list[float] = []
     counter = itertools.count()
@@ -119,9 +132,9 @@ async def router_us_per_token(
                 waits.append((time.perf_counter() - sent) * 1e3)
 
         calls = [await begin() for _ in range(streams)]
-        before = _used_s(router)
+        before, wall = _used_s(router), time.monotonic()
         await asyncio.gather(*map(respond, calls))
-        spent = _used_s(router) - before
+        spent = _used_s(router) - before - idle_share * (time.monotonic() - wall)
         for call in calls:
             await call.write(_chunk(_USAGE, end=True))
             await call.read()

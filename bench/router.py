@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -192,14 +192,22 @@ def used_s(process: psutil.Process) -> float:
 
 @contextlib.asynccontextmanager
 async def idling_router(
-    candidates: int, seconds: float
+    candidates: int, seconds: float, settings: Mapping[str, str] | None = None
 ) -> AsyncIterator[tuple[Stack, httpx.AsyncClient, psutil.Process, float]]:
-    """A stack with a published bundle, its router's process, and the share of a core that this takes when idle."""
+    """A stack with a published bundle, its router's process, and the share of a core that this takes when idle.
+
+    `settings`: more of the services', by environment variable.
+    """
     with tempfile.TemporaryDirectory(prefix="leadtime-bench-") as directory:
         config = StackConfig(
             run_dir=Path(directory),
             simulated=pool(candidates),
-            environment={**os.environ, "LEADTIME_TRAINER_MIN_SAMPLES": "100000", "LEADTIME_LOG_LEVEL": "warning"},
+            environment={
+                **os.environ,
+                "LEADTIME_TRAINER_MIN_SAMPLES": "100000",
+                "LEADTIME_LOG_LEVEL": "warning",
+                **(settings or {}),
+            },
         )
         async with Stack(config, rng=random.Random()) as stack, httpx.AsyncClient(timeout=30) as http:
             await publish_bundle(stack.addresses.redis_url)

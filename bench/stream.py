@@ -1,8 +1,9 @@
-"""What a request costs the router in each shape of ext-proc: CPU of one decision by body size, and of a KB of body.
+"""What a request costs at the edge: CPU of one decision in each shape of ext-proc, Python per streamed token in both
+ways of a completion, and the first-content script in Envoy per stream.
 
 A real router process with a predictor and a bundle is driven straight with ext-proc streams, as Envoy sends them:
 `buffered` (the body as one message) and `full_duplex` (the body in chunks of 64 KB, and back). Its own CPU time is
-read from the kernel, less what it uses when idle.
+read from the kernel, less what it uses when idle. `response_stream_cost.py` has the parts about responses.
 
     python -m bench.stream [--quick] [--json FILE]
 """
@@ -19,12 +20,21 @@ from typing import Any, Final, get_args
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
+import httpx
 import uvloop
 
-from bench.router import PATH, body, idling_router, used_s
+from bench.response_stream_cost import (
+    lua_us_per_stream,
+    observer_us_per_token,
+    restoring_us_per_token,
+    router_us_per_token,
+)
+from bench.router import MODEL, PATH, body, idling_router, used_s
+from deploy.local.stack import Stack
 from sim.extproc_client import ExtProcClient, Shape
 
 SIZES_KB: Final = (1, 8, 64)
+MIDDLE_KB: Final = 1_024
 LARGE_KB: Final = 5_120
 _CANDIDATES: Final = 4
 _IN_FLIGHT: Final = 8
@@ -58,7 +68,7 @@ async def decision_us(seconds: float) -> dict[tuple[Shape, int], float]:
         spent: dict[tuple[Shape, int], float] = {}
         count: dict[tuple[Shape, int], int] = {}
         for _ in range(3):  # turn about, so that a busy moment hits both shapes
-            for size in (*SIZES_KB, LARGE_KB):
+            for size in (*SIZES_KB, MIDDLE_KB, LARGE_KB):
                 for shape in get_args(Shape):
                     await drive(address, shape, size, 0.1)
                     before, wall = used_s(router), time.monotonic()
@@ -70,15 +80,76 @@ async def decision_us(seconds: float) -> dict[tuple[Shape, int], float]:
     return {key: spent[key] / count[key] * 1e6 for key in spent}
 
 
+async def messages_per_token(stack: Stack, http: httpx.AsyncClient) -> float:
+    """ext-proc messages for one more token of an answer, by Envoy's count, where completions come by access log."""
+    sent = []
+    for tokens in (10, 210):
+        before = await _messages_sent(stack, http)
+        for number in range(5):
+            document = {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": f"tell me {number}"}],
+                "max_tokens": tokens,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            answer = await http.post(stack.addresses.gateway_url + PATH, json=document)
+            if answer.content.count(b"\n\n") < tokens:
+                raise RuntimeError(f"an answer of {tokens} tokens came in fewer events")
+        sent.append(await _messages_sent(stack, http) - before)
+    return (sent[1] - sent[0]) / (5 * 200)
+
+
+async def _messages_sent(stack: Stack, http: httpx.AsyncClient) -> int:
+    url = f"{stack.addresses.envoy_admin_url}/stats?format=json&filter=ext_proc.stream_msgs_sent$"
+    return sum(int(stat["value"]) for stat in (await http.get(url)).json()["stats"])
+
+
+async def responses(*, quick: bool) -> tuple[dict[str, float], float]:
+    """The response stream's cost in a router that looks at responses, and `messages_per_token` without it."""
+    nobody = {"LEADTIME_ROUTER_COLLECTORS": "http://127.0.0.1:9"}  # samples are made, and kept
+    async with idling_router(_CANDIDATES, 1.0, nobody) as (stack, http, router, idle_share):
+        messages = await messages_per_token(stack, http)
+        cost = await router_us_per_token(
+            f"127.0.0.1:{stack.addresses.router_extproc}",
+            router,
+            PATH,
+            body(1_024, 1),
+            tokens=200 if quick else 1_000,
+            idle_share=idle_share,
+        )
+    return cost, messages
+
+
 async def measure(*, quick: bool) -> dict[str, Any]:
-    """The benchmark's one JSON object. `body_us_per_kb`: what a KB more costs, between 64 KB and 5 MB."""
-    cost = await decision_us(2.0 if quick else 6.0)
+    """The benchmark's one JSON object. `body_us_per_kb`: what a KB more costs, between 64 KB and 5 MB; by halves beside
+    it, which says whether that stays flat.
+    """
+    cost = await decision_us(1.2 if quick else 6.0)
     shapes = get_args(Shape)
     per_kb = {shape: (cost[shape, LARGE_KB] - cost[shape, 64]) / (LARGE_KB - 64) for shape in shapes}
+    halves = {
+        f"{low}-{high}": {shape: round((cost[shape, high] - cost[shape, low]) / (high - low), 2) for shape in shapes}
+        for low, high in ((64, MIDDLE_KB), (MIDDLE_KB, LARGE_KB))
+    }
+    seen, messages = await responses(quick=quick)
+    script = await lua_us_per_stream(rounds=5 if quick else 12)
     return {
         "benchmark": "stream",
+        "access_log": {
+            "python_us_per_token": round(messages * seen["python_us_per_token"], 3),
+            "messages_per_token": messages,
+            "lua_us_per_stream": script["lua_us_per_stream"],
+            "lua": script,
+        },
+        "response_stream": {
+            **seen,
+            "observer_us_per_token": round(observer_us_per_token(), 3),
+            "restoring_us_per_token": round(restoring_us_per_token(), 3),
+        },
         "decision_us": {shape: {str(size): round(cost[shape, size], 1) for size in SIZES_KB} for shape in shapes},
         "body_us_per_kb": {shape: round(value, 2) for shape, value in per_kb.items()},
+        "body_us_per_kb_by_range": halves,
     }
 
 

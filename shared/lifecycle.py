@@ -202,6 +202,7 @@ async def serve_http(app: Any, host: str, port: int, *, grace_s: float = 3.0) ->
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=False,  # nobody's word for where a call comes from
         timeout_keep_alive=75,
         timeout_graceful_shutdown=max(1, int(grace_s)),
     )

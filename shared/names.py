@@ -87,6 +87,11 @@ def dead_subject(pool: str) -> str:
     return f"leadtime.dead.v1.{pool}"
 
 
+def unsampled_subject(pool: str) -> str:
+    """Subject of a pool's finished requests that made no sample; plain NATS, kept nowhere."""
+    return f"leadtime.unsampled.v1.{pool}"
+
+
 def trainer_durable(pool: str) -> str:
     """Durable consumer by which the active trainer of a pool reads samples."""
     return f"leadtime-trainer-{pool}"

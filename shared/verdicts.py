@@ -1,13 +1,17 @@
 """What becomes of a finished request: a sample, or the reason against one. The words of both ways of a completion.
 
 The collector judges access-log entries and posted samples, the router the responses that it is shown; their counters
-and a contract test rest on the same words.
+and a contract test rest on the same words. Of a request without a sample the router is told by `Unsampled`, JSON on a
+plain NATS subject: for people who look at a decision, and to teach nothing.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shared.samples import LatencySample
+import msgspec
+
+from shared.errors import FieldError
+from shared.samples import TEXT_LIMITS, LatencySample
 
 
 class Reason(StrEnum):
@@ -43,8 +47,49 @@ class Note(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """An accepted sample with its notes, or the reason against it."""
+    """An accepted sample with its notes, or the reason against it.
+
+    `status` and `endpoint`: what the router, that judges without an access log, has seen of either.
+    """
 
     reason: Reason
     sample: LatencySample | None = None
     notes: tuple[Note, ...] = ()
+    status: int = 0
+    endpoint: str | None = None
+
+
+class Unsampled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a decided request ended that made no sample. `status`: the client's, 0 where it left before there was one.
+
+    `endpoint`: the one that answered, None where none did or nobody says.
+    """
+
+    decision_id: str
+    reason: Reason
+    status: int = 0
+    endpoint: str | None = None
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Unsampled)
+
+
+def encode_unsampled(end: Unsampled) -> bytes:
+    return _encoder.encode(end)
+
+
+def decode_unsampled(data: bytes) -> Unsampled:
+    """JSON → message; raises FieldError that names the field."""
+    try:
+        end = _decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise FieldError("unsampled", str(error), "how a request ended") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FieldError("unsampled", f"{len(data)} bytes that are not JSON ({error})", "JSON") from None
+    for name, text in (("decision_id", end.decision_id), ("endpoint", end.endpoint or "-")):
+        if not 0 < len(text) <= TEXT_LIMITS[name]:
+            raise FieldError(f"unsampled.{name}", f"text of {len(text)} characters", f"1 to {TEXT_LIMITS[name]}")
+    if not 0 <= end.status <= 999:
+        raise FieldError("unsampled.status", str(end.status), "0 to 999")
+    return end

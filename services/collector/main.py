@@ -17,7 +17,7 @@ from services.collector.metrics import CollectorMetrics
 from services.collector.publisher import READY_CONDITION, Publisher
 from services.collector.settings import CollectorSettings
 from services.collector.spooling import Spooling
-from services.collector.validate import Probes, judge
+from services.collector.validate import Probes, judge, unsampled
 from shared.clock import SystemClock
 from shared.lifecycle import Readiness, probe_app, run, serve_http
 
@@ -46,6 +46,8 @@ async def build(settings: CollectorSettings, stop: asyncio.Event) -> None:
         if verdict.sample is not None:
             metrics.observe(verdict.sample, verdict.notes)
             publisher.offer(verdict.sample)
+        elif (end := unsampled(entry, verdict.reason)) is not None:
+            publisher.tell(end)
 
     app = probe_app("collector", readiness, registry)
     add_sample_routes(app, publisher, metrics, settings)

@@ -15,6 +15,7 @@ ones at the trainer, which remembers ids.
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -37,6 +38,7 @@ from shared.clock import Clock
 from shared.lifecycle import Readiness
 from shared.samples import LatencySample, encode_sample
 from shared.streams import migration, samples_stream_config
+from shared.verdicts import Unsampled, encode_unsampled
 
 READY_CONDITION: Final = "nats"
 _TICK_S: Final = 0.5
@@ -49,6 +51,8 @@ _BAD_REQUEST: Final = 400
 _KEPT: Final = frozenset({Fate.ACKNOWLEDGED, Fate.DUPLICATE, Fate.SPOOLED})
 _DONE: Final = frozenset({Fate.ACKNOWLEDGED, Fate.DUPLICATE, Fate.REFUSED})
 _SPOOL_BATCH: Final = 1_000
+_MAX_TOLD: Final = 1_000
+"""Messages to routers that wait while there is no connection: the newest."""
 
 
 class NotDeliveredError(Exception):
@@ -79,6 +83,7 @@ class Publisher:
         self._metrics = metrics
         self._readiness = readiness
         self._clock = clock
+        self._told: deque[Unsampled] = deque(maxlen=_MAX_TOLD)
         self._outbox = Outbox(settings.queue_samples, settings.max_outstanding_acks)
         self._wake = asyncio.Event()
         self._client: Client | None = None
@@ -100,6 +105,11 @@ class Publisher:
     def offer(self, sample: LatencySample) -> None:
         """Queue a sample; the oldest waiting one goes if there is no room."""
         self._enqueue(_parcel(sample))
+
+    def tell(self, end: Unsampled) -> None:
+        """Let routers know of a request without a sample, once, if NATS is there: nothing depends on it."""
+        self._told.append(end)
+        self._wake.set()
 
     async def deliver(self, samples: list[LatencySample]) -> list[bool]:
         """Publish and await every acknowledgement, or the disk; says of each whether it was new, as far as known.
@@ -216,6 +226,8 @@ class Publisher:
             self._metrics.publish_retries.labels("timeout").inc(stalled)
         client = self._client
         able = client is not None and client.is_connected and bool(self._inbox) and now_ms >= self._next_attempt_ms
+        if able and client is not None:
+            await self._tell(client)
         if able and client is not None and not self._stream_known and not await self._ensure_stream(client):
             self._next_attempt_ms = self._clock.monotonic_ms() + _RETRY_S * 1e3
             able = False
@@ -273,6 +285,12 @@ class Publisher:
         for parcel in fresh:
             self._leave(parcel, Fate.SPOOLED)
         return []
+
+    async def _tell(self, client: Client) -> None:
+        subject = names.unsampled_subject(self._settings.pool)
+        with contextlib.suppress(nats.errors.Error, OSError):
+            while self._told:
+                await client.publish(subject, encode_unsampled(self._told.popleft()))
 
     async def _ensure_stream(self, client: Client) -> bool:
         """Make the stream if it isn't there. True when samples can be stored."""

@@ -30,7 +30,7 @@ from shared.samples import (
     completed_sample,
     decode_decision,
 )
-from shared.verdicts import Note, Reason, Verdict
+from shared.verdicts import Note, Reason, Unsampled, Verdict
 
 DECISION_ID_PATTERN: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """A decision id stands in a NATS header."""
@@ -83,6 +83,20 @@ def judge(entry: AccessLogEntry, pool: str, probes: Probes) -> Verdict:
     if served is None:
         return Verdict(Reason.UNLISTED_ENDPOINT)
     return _judge_outcome(entry, decision, served)
+
+
+def unsampled(entry: AccessLogEntry, reason: Reason) -> Unsampled | None:
+    """What the router that decided is told of an entry without a sample; None where it decided nothing, or goes on."""
+    if entry.decision is None or reason in {Reason.INTERMEDIATE, Reason.BAD_METADATA, Reason.WRONG_POOL}:
+        return None
+    try:
+        decision = decode_decision(entry.decision)
+        _check_told("decision", decision)
+    except FieldError:
+        return None
+    return Unsampled(
+        decision_id=decision.decision_id, reason=reason, status=entry.status, endpoint=entry.upstream_address
+    )
 
 
 def _undispatched(entry: AccessLogEntry) -> Reason:

@@ -16,6 +16,7 @@ endpoint than the first listed one served, the attempts before it are in our clo
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from services.router.response_body import DocumentObserver, Inflater, is_identity
@@ -129,7 +130,8 @@ class CompletionObserver:
     def _settle(self, now_ms: float, *, ended: bool) -> None:
         if not self._settled:
             self._settled = True
-            self._done(self._judge(now_ms, ended=ended))
+            verdict = self._judge(now_ms, ended=ended)
+            self._done(replace(verdict, status=self._status or 0, endpoint=self._served))
 
     def _judge(self, now_ms: float, *, ended: bool) -> Verdict:
         listed = self._decision.endpoints

@@ -14,11 +14,12 @@ import numpy.typing as npt
 from services.router.scheduling.decision import Decision
 from shared.features import SCHEMA, FloatMatrix
 from shared.samples import LatencySample, Rung
+from shared.verdicts import Reason, Unsampled
 
 
 @dataclass(slots=True)
 class DecisionRecord:
-    """One decision as it was taken, and its outcome once the sample has come back."""
+    """One decision as it was taken, and its outcome once that has come back."""
 
     decision_id: str
     received_unix_ms: float
@@ -31,7 +32,7 @@ class DecisionRecord:
     rows: FloatMatrix = field(repr=False)
     predictions: Mapping[str, npt.NDArray[np.float32]] = field(repr=False)
     decision: Decision = field(repr=False)
-    outcome: LatencySample | None = None
+    outcome: LatencySample | Unsampled | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, candidate by candidate, best first."""
@@ -66,8 +67,12 @@ class DecisionRecord:
         }
 
 
-def _outcome(sample: LatencySample) -> dict[str, Any]:
+def _outcome(end: LatencySample | Unsampled) -> dict[str, Any]:
+    if isinstance(end, Unsampled):
+        return {"sample": end.reason.value, "endpoint": end.endpoint, "status": end.status}
+    sample = end
     return {
+        "sample": Reason.ACCEPTED.value,
         "endpoint": sample.endpoint,
         "outcome": sample.outcome.value,
         "status": sample.status,
@@ -95,11 +100,19 @@ class DecisionLog:
         if len(self._records) > self._capacity:
             self._records.popitem(last=False)
 
-    def observe(self, sample: LatencySample) -> None:
+    def observe(self, end: LatencySample | Unsampled) -> None:
         """Put an outcome beside its decision, if that is still in the ring."""
-        record = self._records.get(sample.decision_id)
-        if record is not None:
-            record.outcome = sample
+        record = self._records.get(end.decision_id)
+        if record is not None and not (isinstance(end, Unsampled) and isinstance(record.outcome, LatencySample)):
+            record.outcome = end
+
+    def predicted_ttft_ms(self, decision_id: str, address: str) -> float | None:
+        """The median predicted for one candidate of a decision in the ring; None where there is none."""
+        record = self._records.get(decision_id)
+        column = record.predictions.get("ttft_p50") if record is not None else None
+        if record is None or column is None or address not in record.addresses:
+            return None
+        return float(column[record.addresses.index(address)])
 
     def newest(self, count: int) -> list[DecisionRecord]:
         """The newest `count` decisions, newest first."""

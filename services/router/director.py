@@ -41,7 +41,7 @@ from services.router.state.pool import PoolState
 from shared.clock import Clock
 from shared.names import PROBE
 from shared.samples import DecisionMetadata, LatencySample, encode_decision
-from shared.verdicts import Reason, Verdict
+from shared.verdicts import Reason, Unsampled, Verdict
 
 _LOG_AGAIN_MS: Final = 10_000.0
 _DEADLINE_BUDGETS: Final = 2.0
@@ -213,12 +213,21 @@ class Director:
             self._metrics.completed(Reason.PROBE)
             return
         self._observers[metadata.decision_id] = CompletionObserver(
-            metadata, sent_ms=sent_ms, done=self._completed, on_first_content=self._state.observe_first_token
+            metadata,
+            sent_ms=sent_ms,
+            done=lambda verdict: self._completed(metadata.decision_id, verdict),
+            on_first_content=self._state.observe_first_token,
         )
 
-    def _completed(self, verdict: Verdict) -> None:
+    def _completed(self, decision_id: str, verdict: Verdict) -> None:
         self._metrics.completed(verdict.reason, verdict.notes)
-        if verdict.sample is not None and self._completions is not None:
+        if verdict.sample is None:
+            self.observe_end(
+                Unsampled(
+                    decision_id=decision_id, reason=verdict.reason, status=verdict.status, endpoint=verdict.endpoint
+                )
+            )
+        elif self._completions is not None:
             self._completions(verdict.sample)
 
     def _fault(self, event: str) -> None:
@@ -293,8 +302,23 @@ class Director:
     def rejected(self, reason: RejectReason) -> None:
         self._metrics.rejected(reason)
 
+    def served(self, decision_id: str, address: str) -> None:
+        """Envoy says which endpoint answers; where it isn't the first one listed, the request counts there."""
+        predicted = self.decisions.predicted_ttft_ms(decision_id, address)
+        now_ms = self._clock.monotonic_ms()
+        if self._state.observe_served(decision_id, address, now_ms, predicted_ttft_ms=predicted):
+            self._metrics.passed_over()
+
+    def observe_end(self, end: Unsampled) -> None:
+        """A request has ended without a sample."""
+        if end.endpoint is not None:
+            self.served(end.decision_id, end.endpoint)
+        self._state.observe_end(end.decision_id)
+        self.decisions.observe(end)
+
     def observe(self, sample: LatencySample) -> None:
         """An outcome came back."""
+        self.served(sample.decision_id, sample.endpoint)
         self._state.observe_outcome(sample, self._clock.monotonic_ms())
         self.decisions.observe(sample)
         predicted = (sample.prediction or {}).get("ttft_p50")

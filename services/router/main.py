@@ -119,7 +119,9 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
         )
         policies.on_pipeline = director.use_pipeline
         policies.on_objectives = director.use_objectives
-        outcomes = OutcomeSubscriber(settings.pool, settings.nats.connect_options(), director.observe, registry)
+        outcomes = OutcomeSubscriber(
+            settings.pool, settings.nats.connect_options(), director.observe, registry, director.observe_end
+        )
         token = settings.extproc_token
         extproc = ExtProcServer(
             director,

@@ -31,6 +31,11 @@ class RouterMetrics:
             "Requests routed by load alone: they name no model.",
             registry=registry,
         )
+        self._passed_over = Counter(
+            "leadtime_router_picks_passed_over_total",
+            "Requests that another endpoint served than the one listed first.",
+            registry=registry,
+        )
         self._failures = Counter(
             "leadtime_router_scheduling_failures_total",
             "Decisions that fell to the least loaded endpoint because a plugin, or a part of ours, failed.",
@@ -87,6 +92,9 @@ class RouterMetrics:
 
     def passed_through(self) -> None:
         self._passed.inc()
+
+    def passed_over(self) -> None:
+        self._passed_over.inc()
 
     def scheduling_failed(self) -> None:
         self._failures.inc()

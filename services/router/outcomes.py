@@ -1,4 +1,4 @@
-"""Outcomes coming back: a plain NATS subscription to the pool's samples.
+"""Outcomes coming back: plain NATS subscriptions to the pool's samples, and to its requests that made none.
 
 Every router sees every outcome of its pool and corrects its own view by it. No acknowledgements: what is lost while
 NATS is away is lost to the router and kept for the trainer.
@@ -17,15 +17,18 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from shared.cancellation import raise_if_cancelled
 from shared.errors import FieldError
-from shared.names import samples_subject
+from shared.names import samples_subject, unsampled_subject
 from shared.samples import LatencySample, decode_sample
+from shared.verdicts import Unsampled, decode_unsampled
 
 _FIRST_DELAY_S: Final = 0.2
 _LAST_DELAY_S: Final = 5.0
 
 
 class OutcomeSubscriber:
-    """Feeds each sample of the pool to `observe`. Waits for NATS as long as it takes, and comes back with it."""
+    """Feeds each sample of the pool to `observe`, and how other requests ended to `observe_end`. Waits for NATS as long
+    as it takes, and comes back with it.
+    """
 
     def __init__(
         self,
@@ -33,7 +36,9 @@ class OutcomeSubscriber:
         options: dict[str, Any],
         observe: Callable[[LatencySample], None],
         registry: CollectorRegistry,
+        observe_end: Callable[[Unsampled], None] = lambda _: None,
     ) -> None:
+        self._observe_end = observe_end
         self._pool = pool
         self._options = options
         self._observe = observe
@@ -82,6 +87,7 @@ class OutcomeSubscriber:
         try:
             raise_if_cancelled()  # dropped while it connected, it would be missed in the endless wait
             await client.subscribe(samples_subject(self._pool), cb=self._on_sample)
+            await client.subscribe(unsampled_subject(self._pool), cb=self._on_end)
             await closed.wait()
         finally:
             with contextlib.suppress(Exception):  # closing a connection that is already gone
@@ -95,6 +101,15 @@ class OutcomeSubscriber:
             return
         self._received.labels("ok").inc()
         self._observe(sample)
+
+    async def _on_end(self, message: Msg) -> None:
+        try:
+            end = decode_unsampled(message.data)
+        except FieldError:
+            self._received.labels("invalid").inc()
+            return
+        self._received.labels("no_sample").inc()
+        self._observe_end(end)
 
     async def _on_disconnect(self) -> None:
         self._connected.set(0)

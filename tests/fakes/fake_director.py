@@ -21,6 +21,9 @@ class FakeDirector:
     def response_observer(self, decision_id: str) -> ResponseObserver | None:
         return None
 
+    def served(self, decision_id: str, address: str) -> None:
+        pass
+
     def finished(self, decision_id: str, *, completed: bool) -> None:
         pass
 

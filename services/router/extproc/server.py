@@ -51,6 +51,10 @@ class Director(Protocol):
         """Who wants to see this request's response, which passes through here chunk by chunk; None: nobody."""
         ...
 
+    def served(self, decision_id: str, address: str) -> None:
+        """Envoy says which endpoint answers this request."""
+        ...
+
     def finished(self, decision_id: str, *, completed: bool) -> None: ...
 
     def rejected(self, reason: RejectReason) -> None: ...
@@ -215,6 +219,8 @@ class ExtProcServer:
         try:
             match effect:
                 case ResponseHead():
+                    if effect.served is not None and run.decision_id is not None:
+                        self._director.served(run.decision_id, effect.served)
                     if effect.body_shown and run.decision_id is not None:
                         run.observer = self._director.response_observer(run.decision_id)
                     if run.observer is not None:

@@ -141,7 +141,9 @@ class _Lane:
 
 @dataclass(slots=True)
 class LedgerCounts:
-    """Since the start: what came, went, and went wrong. `late`: ends of entries that a reset had dropped."""
+    """Since the start: what came, went, and went wrong. `late`: ends of entries that a reset had dropped;
+    `moved_elsewhere`: entries of requests that another endpoint served than the one picked first.
+    """
 
     added: int = 0
     removed: int = 0
@@ -153,6 +155,7 @@ class LedgerCounts:
     moved_by_timer: int = 0
     moved_by_scrape: int = 0
     moved_back: int = 0
+    moved_elsewhere: int = 0
 
 
 class Ledger:
@@ -241,6 +244,47 @@ class Ledger:
         if decision_id in self._entries:
             self.counts.duplicates += 1
             return False
+        self._enter(decision_id, slot, input_tokens, uncached_tokens, expected_output_tokens, predicted_ttft_ms, now_ms)
+        self.counts.added += 1
+        return True
+
+    def move(
+        self, decision_id: str, slot: int, *, uncached_tokens: float, predicted_ttft_ms: float | None, now_ms: float
+    ) -> bool:
+        """Another endpoint serves it than the one it was counted to: there it counts as dispatched now, and here as one
+        that had no first token. False if the id isn't in, or is there already.
+        """
+        entry = self._entries.get(decision_id)
+        if entry is None or entry.lane.slot == slot:
+            return False
+        lane = entry.lane
+        if not entry.confirmed:
+            lane.expected_first_tokens -= 1
+        del self._entries[decision_id]
+        self._take_out(entry)
+        self._publish(lane)
+        self._enter(
+            decision_id,
+            slot,
+            entry.input_tokens,
+            uncached_tokens,
+            entry.expected_output_tokens,
+            predicted_ttft_ms,
+            now_ms,
+        )
+        self.counts.moved_elsewhere += 1
+        return True
+
+    def _enter(
+        self,
+        decision_id: str,
+        slot: int,
+        input_tokens: float,
+        uncached_tokens: float,
+        expected_output_tokens: float | None,
+        predicted_ttft_ms: float | None,
+        now_ms: float,
+    ) -> None:
         lane = self._lanes.get(slot)
         if lane is None:
             lane = self._lanes[slot] = _Lane(slot)
@@ -256,9 +300,7 @@ class Ledger:
         lane.pending_tokens += entry.uncached_tokens
         lane.pending_input_tokens += entry.input_tokens
         lane.expected_first_tokens += 1
-        self.counts.added += 1
         self._publish(lane)
-        return True
 
     def observe_first_token(self, decision_id: str, now_ms: float) -> bool:
         """Its first token has been seen. False if the id isn't in the ledger."""

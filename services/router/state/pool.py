@@ -26,6 +26,8 @@ from shared.samples import LatencySample, Outcome
 # Process starts closer than this are one process: exporters round to clock ticks.
 _SAME_START_S: Final = 0.02
 _MAX_RECORDS: Final = 16_384
+# Block names of requests whose outcome isn't known, 40 bytes each: for those that another endpoint serves in the end.
+_MAX_HELD_BLOCKS: Final = 262_144
 # How a wrong guess about an endpoint's cache changes the room that the index gives it.
 _CAPACITY_SHRINK: Final = 0.9
 _CAPACITY_GROW: Final = 1.02
@@ -80,8 +82,12 @@ class EndpointStatus:
 
 @dataclass(slots=True)
 class _Record:
-    """What has to be known of a dispatched request when its outcome comes back."""
+    """What has to be known of a dispatched request when its outcome comes back.
 
+    `passed_over`: another endpoint served it than the one that it was dispatched to, the first in the list.
+    """
+
+    address: str
     slot: int
     incarnations: int
     model: str
@@ -89,6 +95,8 @@ class _Record:
     ahead_tokens: int
     matched_tokens: float
     alone: bool
+    input_tokens: float
+    passed_over: bool = False
 
 
 class PoolState:
@@ -111,6 +119,8 @@ class PoolState:
         self._block_bytes = config.prefix_block_bytes
         self._learned_output_tokens: Mapping[str, float] = {}
         self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._matches: OrderedDict[str, PrefixMatch] = OrderedDict()
+        self._held_blocks = 0
         self._kv_tokens: dict[int, int] = {}
         self._capacity_factor: dict[int, float] = {}
 
@@ -174,11 +184,58 @@ class PoolState:
             return False
         pending, ahead_tokens = self.ledger.pending(slot)
         self._records[decision_id] = _Record(
-            slot, endpoint.incarnations, request.model, request.text_bytes, ahead_tokens, matched, pending == 1
+            address,
+            slot,
+            endpoint.incarnations,
+            request.model,
+            request.text_bytes,
+            ahead_tokens,
+            matched,
+            pending == 1,
+            request.input_tokens,
         )
         if len(self._records) > _MAX_RECORDS:
             self._records.popitem(last=False)
         self.prefixes.insert(match.names, slot)
+        self._hold(decision_id, match)
+        return True
+
+    def _hold(self, decision_id: str, match: PrefixMatch) -> None:
+        if not match.names:
+            return
+        self._matches[decision_id] = match
+        self._held_blocks += len(match.names)
+        while self._held_blocks > _MAX_HELD_BLOCKS:
+            self._held_blocks -= len(self._matches.popitem(last=False)[1].names)
+
+    def observe_served(
+        self, decision_id: str, address: str, now_ms: float, *, predicted_ttft_ms: float | None = None
+    ) -> bool:
+        """Envoy says which endpoint answers, or has answered. True, once, if it passed over the one that the request
+        was dispatched to: then its entry in the ledger is the served endpoint's, and that one's cache has its prompt.
+        """
+        record = self._records.get(decision_id)
+        if record is None or record.passed_over or record.address == address:
+            return False
+        record.passed_over = True
+        picked, served = self.table.get(record.address), self.table.get(address)
+        if served is None:  # nobody that we know: it stays counted where it is until it ends
+            return True
+        match = self._matches.get(decision_id)
+        matched = 0.0
+        if match is not None:
+            self.prefixes.insert(match.names, served.slot)
+            matched = float(match.matched_tokens[served.slot]) if served.slot < len(match.matched_tokens) else 0.0
+        self.ledger.move(
+            decision_id,
+            served.slot,
+            uncached_tokens=max(record.input_tokens - matched, 0.0),
+            predicted_ttft_ms=predicted_ttft_ms,
+            now_ms=now_ms,
+        )
+        record.slot, record.incarnations = served.slot, served.incarnations
+        if picked is not None and picked.retired and not self.ledger.in_flight(picked.slot):
+            self._forget(picked)
         return True
 
     def observe_first_token(self, decision_id: str, now_ms: float) -> bool:
@@ -207,7 +264,7 @@ class PoolState:
     def observe_outcome(self, sample: LatencySample, now_ms: float) -> None:
         """Learn from a completed request, ours or another router's."""
         self.advance(now_ms)
-        record = self._records.pop(sample.decision_id, None)
+        record = self._settle(sample.decision_id)
         served = self.table.get(sample.endpoint)
         if sample.outcome in _FAILED_UPSTREAM and self.on_upstream_failure is not None:
             self.on_upstream_failure(sample.endpoint)
@@ -219,12 +276,22 @@ class PoolState:
             return
         if sample.input_tokens is not None:
             self.tokens.observe(record.model, record.text_bytes, sample.input_tokens)
-        if record.slot != served.slot or record.incarnations != served.incarnations:
+        if record.passed_over or record.slot != served.slot or record.incarnations != served.incarnations:
             return  # another endpoint served it in the end, or this one has restarted
         if sample.ttft_ms is not None:
             self.ledger.learn_ttft(record.slot, record.ahead_tokens, sample.ttft_ms)
         if sample.cached_tokens is not None and record.alone:
             self._learn_cache(served, record, sample.cached_tokens)
+
+    def observe_end(self, decision_id: str) -> None:
+        """A finished request of which there is nothing to learn."""
+        self._settle(decision_id)
+
+    def _settle(self, decision_id: str) -> _Record | None:
+        match = self._matches.pop(decision_id, None)
+        if match is not None:
+            self._held_blocks -= len(match.names)
+        return self._records.pop(decision_id, None)
 
     def set_expected_output_tokens(self, learned: Mapping[str, float]) -> None:
         """Usual answer lengths in tokens by model, from the trainer's calibration."""
