@@ -87,7 +87,7 @@ def decode_unsampled(data: bytes) -> Unsampled:
         raise FieldError("unsampled", str(error), "how a request ended") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FieldError("unsampled", f"{len(data)} bytes that are not JSON ({error})", "JSON") from None
-    for name, text in (("decision_id", end.decision_id), ("endpoint", end.endpoint or "-")):
+    for name, text in (("decision_id", end.decision_id), ("endpoint", "-" if end.endpoint is None else end.endpoint)):
         if not 0 < len(text) <= TEXT_LIMITS[name]:
             raise FieldError(f"unsampled.{name}", f"text of {len(text)} characters", f"1 to {TEXT_LIMITS[name]}")
     if not 0 <= end.status <= 999:

@@ -23,6 +23,7 @@ from shared.samples import (
     encode_decision,
     encode_sample,
 )
+from shared.verdicts import Reason, Unsampled, decode_unsampled, encode_unsampled
 from tests.fakes.decisions import feature_row
 
 DECISION = DecisionMetadata(
@@ -163,3 +164,26 @@ def test_a_row_of_our_schema_is_checked_and_another_s_is_not() -> None:
         decode_sample(encode_sample(ours))
     whole = msgspec.structs.replace(ours, features=decode_row(feature_row()).tolist())
     assert decode_sample(encode_sample(whole)) == whole
+
+
+def test_the_message_about_a_request_without_a_sample_has_these_bytes() -> None:
+    end = Unsampled(decision_id="id-1", reason=Reason.NOT_SUCCESS, status=503, endpoint="10.0.0.1:8000")
+    written = b'{"decision_id":"id-1","reason":"not_success","status":503,"endpoint":"10.0.0.1:8000"}'
+    assert encode_unsampled(end) == written
+    assert decode_unsampled(written[:-1] + b',"added":1}') == end
+    assert decode_unsampled(b'{"decision_id":"id-1","reason":"shed"}') == Unsampled(
+        decision_id="id-1", reason=Reason.SHED
+    )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"{", b"[]", b'{"decision_id":"","reason":"shed"}', b'{"decision_id":"a","reason":"unheard"}',
+        b'{"decision_id":"a","reason":"shed","status":1000}', b'{"decision_id":"a","reason":"shed","endpoint":""}',
+        b'{"decision_id":"' + b"a" * 65 + b'","reason":"shed"}', b"\xff", b"[" * 100_000,
+    ],
+)  # fmt: skip
+def test_what_is_no_such_message_is_refused(data: bytes) -> None:
+    with pytest.raises(FieldError):
+        decode_unsampled(data)

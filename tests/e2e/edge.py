@@ -114,10 +114,20 @@ class Edge:
 
     async def ready_endpoints(self, count: int) -> None:
         async def ready() -> bool:
-            endpoints = (await self.router.json("/v1/endpoints"))["endpoints"]
-            return sum(bool(endpoint["ready"]) for endpoint in endpoints) == count
+            return sum(bool(endpoint["ready"]) for endpoint in await self.endpoints()) == count
 
         await until(ready, f"{count} endpoints are ready")
+
+    async def endpoints(self) -> list[dict[str, Any]]:
+        """As the router sees them."""
+        found: list[dict[str, Any]] = (await self.router.json("/v1/endpoints"))["endpoints"]
+        return found
+
+    async def metric(self, name: str) -> float:
+        """One of the router's metrics without labels."""
+        _, page = await fetch(f"http://127.0.0.1:{self.router.http_port}/metrics")
+        line = next(line for line in page.decode().splitlines() if line.startswith(f"{name} "))
+        return float(line.rpartition(" ")[2])
 
     async def picker_known_healthy(self) -> None:
         async def healthy() -> bool:

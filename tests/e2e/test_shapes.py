@@ -64,14 +64,18 @@ async def new_samples(edge: Edge) -> AsyncIterator[list[LatencySample]]:
 
 
 async def read_until(
-    edge: Edge, enough: bytes | None = None, then: Callable[[], Awaitable[object]] | None = None
+    edge: Edge,
+    enough: bytes | None = None,
+    then: Callable[[], Awaitable[object]] | None = None,
+    *,
+    text: str = "hello",
 ) -> tuple[int, bytes, str | None]:
     """Stream an answer; at the first sight of `enough` await `then`. Status, bytes, and the error that broke it off."""
     got = b""
     status = 0
     fired = False
     try:
-        async with edge.client.stream("POST", CHAT, json=chat(stream=True)) as response:
+        async with edge.client.stream("POST", CHAT, json=chat(text, stream=True)) as response:
             status = response.status_code
             async for part in response.aiter_raw():
                 got += part
@@ -229,6 +233,61 @@ async def test_a_pick_that_envoy_doesn_t_know_is_passed_over(edge: Edge) -> None
     assert len(found) == 4
     assert {sample.endpoint for sample in found} <= {server.address for server in edge.servers}
     assert not any(request.path == CHAT for request in edge.unknown.requests)
+
+
+async def test_a_passed_over_pick_is_counted_and_its_request_moves_to_the_one_that_serves(edge: Edge) -> None:
+    """Where responses are shown at their headers, else with the outcome: then the prefix index alone has to follow."""
+    edge.answer = lambda _, __: SLOW_STREAM
+    text = f"{edge.shape} " * 400
+
+    async def moved() -> dict[str, int]:
+        return {found["address"]: found["in_flight_requests"] for found in await edge.endpoints()}
+
+    for _ in range(4):
+        passed_over = await edge.metric("leadtime_router_picks_passed_over_total")
+        during: list[dict[str, int]] = []
+
+        async def look(during: list[dict[str, int]] = during) -> None:
+            during.append(await moved())
+
+        status, got, _ = await read_until(edge, b"first", look, text=text)
+        assert (status, got) == (200, SLOW_STREAM.body)
+        decision = (await edge.router.json("/v1/decisions?limit=1"))["decisions"][0]
+        if decision["listed"][0] == edge.unknown.address:
+            break
+    else:
+        raise AssertionError("no pick was the endpoint that Envoy doesn't know")
+    served = decision["listed"][1]
+    assert during == [
+        {
+            address: int(address == (served if edge.shape == "full_duplex" else edge.unknown.address))
+            for address in during[0]
+        }
+    ]
+
+    async def counted() -> bool:
+        return await edge.metric("leadtime_router_picks_passed_over_total") == passed_over + 1
+
+    await until(counted, "the pick that was passed over is counted")
+    edge.answer = lambda _, __: JSON_ANSWER
+    assert (await edge.ask(chat(text))).status_code == 200
+    newest = (await edge.router.json("/v1/decisions?limit=1"))["decisions"][0]
+    features = {found["address"]: found["features"] for found in newest["candidates"]}
+    assert features[served]["uncached_tokens"] < 0.5 * features[served]["input_tokens"]
+
+
+async def test_a_failed_request_s_end_is_shown_beside_its_decision(edge: Edge) -> None:
+    edge.answer = lambda _, __: Script([(0.0, b'{"error":{}}')], status=418, content_type="application/json")
+    response = await edge.ask()
+    assert response.status_code == 418
+    decision_id = response.headers["x-leadtime-decision-id"]
+
+    async def outcome() -> Any:
+        return (await edge.router.json(f"/v1/decisions/{decision_id}"))["outcome"]
+
+    found = await until(outcome, "the outcome is back")
+    assert (found["sample"], found["status"]) == ("not_success", 418)
+    assert found["endpoint"] in {server.address for server in edge.servers}
 
 
 async def test_a_reset_before_the_headers_is_a_503_with_an_error_s_shape(edge: Edge) -> None:

@@ -13,9 +13,10 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
 from services.router.outcomes import OutcomeSubscriber
-from shared.names import samples_subject
+from shared.names import samples_subject, unsampled_subject
 from shared.samples import LatencySample, encode_sample
 from shared.settings import NatsSettings
+from shared.verdicts import Reason, Unsampled, encode_unsampled
 from tests.samples import make_sample
 from tests.servers import NatsServer, nats_server, until
 
@@ -62,6 +63,32 @@ async def test_samples_reach_the_router_and_damage_is_counted(nats: NatsServer) 
         )
 
 
+async def test_the_end_of_a_request_without_a_sample_reaches_the_router(nats: NatsServer) -> None:
+    seen: list[Unsampled] = []
+    registry = CollectorRegistry()
+    subscriber = OutcomeSubscriber("default", to(nats), lambda _: None, registry, seen.append)
+    task = asyncio.create_task(subscriber.run())
+    end = Unsampled(decision_id="a", reason=Reason.NOT_SUCCESS, status=500, endpoint="127.0.0.1:1")
+    try:
+
+        async def told() -> bool:
+            await _raw(nats, encode_unsampled(end), unsampled_subject("default"))
+            return bool(seen)
+
+        await until(told, "the router is told")
+        await _raw(nats, b"{damage", unsampled_subject("default"))
+        await until(
+            lambda: registry.get_sample_value("leadtime_router_outcomes_total", {"result": "invalid"}) == 1,
+            "damage is counted",
+        )
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    assert seen[0] == end
+    assert registry.get_sample_value("leadtime_router_outcomes_total", {"result": "no_sample"}) == len(seen)
+
+
 async def test_they_come_again_after_a_restart(nats: NatsServer) -> None:
     async with subscribed(to(nats)) as (seen, registry):
         await publish_until_seen(nats.url, seen, "before")
@@ -100,9 +127,9 @@ async def test_the_router_waits_for_a_nats_that_is_not_there_yet(nats: NatsServe
         await publish_until_seen(nats.url, seen, "later")
 
 
-async def _raw(server: NatsServer, data: bytes) -> None:
+async def _raw(server: NatsServer, data: bytes, subject: str = samples_subject("default")) -> None:
     client = await nats.connect(server.url)
-    await client.publish(samples_subject("default"), data)
+    await client.publish(subject, data)
     await client.flush()
     await client.close()
 

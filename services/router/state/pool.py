@@ -415,6 +415,11 @@ class PoolState:
         """Requests in the ledger."""
         return len(self.ledger)
 
+    @property
+    def held_blocks(self) -> int:
+        """Block names kept for requests whose outcome isn't known."""
+        return self._held_blocks
+
     def endpoints(self, now_ms: float) -> list[EndpointStatus]:
         """Every endpoint, ready or not, for the admin pages."""
         self.advance(now_ms)

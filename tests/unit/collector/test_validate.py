@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.collector.entry import AccessLogEntry
 from services.collector.labels import ClockJumpError, latencies
-from services.collector.validate import Probes, check_posted, judge, judge_posted
+from services.collector.validate import Probes, check_posted, judge, judge_posted, unsampled
 from shared.errors import FieldError
 from shared.features import SCHEMA
 from shared.labels import estimated_output_tokens
@@ -126,6 +126,26 @@ def test_what_is_no_completed_request_has_its_reason(changes: dict[str, Any], re
 
 def test_every_reason_has_a_case() -> None:
     assert {case[2] for case in REJECTED} == set(Reason) - {Reason.ACCEPTED}
+
+
+@pytest.mark.parametrize(
+    ("changes", "end"),
+    [
+        ({"status": 503}, ("not_success", 503, SERVED)),
+        (
+            {"status": 503, "flags": frozenset({"no_healthy_upstream"}), "upstream_address": None},
+            ("no_endpoint", 503, None),
+        ),
+        ({"decision": None}, None),
+        ({"decision": "damaged"}, None),
+        ({"intermediate": True}, None),
+        ({"decision": decided(pool="other")}, None),
+    ],
+)
+def test_the_router_is_told_of_its_requests_that_make_no_sample(changes: dict[str, Any], end: Any) -> None:
+    entry = make_entry(**changes)
+    found = unsampled(entry, judge(entry, "default", PROBES).reason)
+    assert (found and (found.reason.value, found.status, found.endpoint)) == end
 
 
 def test_a_completed_stream_makes_the_sample_of_the_endpoint_that_served() -> None:

@@ -8,6 +8,7 @@ from services.router.decisions import DecisionLog, DecisionRecord, PredictionErr
 from services.router.scheduling.decision import Decision, Opinion
 from shared.features import SCHEMA
 from shared.samples import Rung
+from shared.verdicts import Reason, Unsampled
 from tests.samples import make_sample
 
 
@@ -46,6 +47,18 @@ def test_a_decision_shows_its_candidates_best_first() -> None:
     assert best["prediction"] == {"ttft_p50": 20.0}
     assert best["scores"] == {"predicted-cost-scorer": 1.0, "total": 1.0}
     assert shown["outcome"] is None
+
+
+def test_the_end_of_a_request_without_a_sample_is_put_beside_its_decision() -> None:
+    log = DecisionLog()
+    log.add(record("a"))
+    log.observe(Unsampled(decision_id="a", reason=Reason.NOT_SUCCESS, status=503, endpoint="127.0.0.1:1"))
+    found = log.find("a")
+    assert found is not None
+    assert found.as_dict()["outcome"] == {"sample": "not_success", "endpoint": "127.0.0.1:1", "status": 503}
+    log.observe(make_sample("a"))
+    log.observe(Unsampled(decision_id="a", reason=Reason.EMPTY))
+    assert found.as_dict()["outcome"]["sample"] == "accepted"
 
 
 def test_an_outcome_is_put_beside_its_decision() -> None:

@@ -23,6 +23,7 @@ from services.router.scheduling.registry import Registry
 from services.router.state.pool import PoolConfig, PoolState
 from shared.features import SCHEMA
 from shared.samples import LatencySample, Outcome, Rung, decode_decision, decode_row
+from shared.verdicts import Reason, Unsampled
 from tests.fakes.manual_clock import ManualClock
 
 ADDRESSES = ("127.0.0.1:1", "127.0.0.1:2", "[::1]:3")
@@ -51,6 +52,7 @@ def make(
     ladder: FakeLadder,
     addresses: tuple[str, ...] = ADDRESSES,
     completions: Callable[[LatencySample], None] | None = None,
+    registry: CollectorRegistry | None = None,
     **options: Any,
 ) -> Director:
     state = PoolState(PoolConfig(), salt=b"s" * 16, tokens=TokenEstimator())
@@ -71,7 +73,7 @@ def make(
         state,
         ladder,
         PROFILES.pipeline("leadtime"),
-        RouterMetrics(CollectorRegistry()),
+        RouterMetrics(registry or CollectorRegistry()),
         ManualClock(1.0),
         np.random.default_rng(1),
         completions,
@@ -266,6 +268,37 @@ async def test_an_outcome_is_put_beside_its_prediction() -> None:
     assert director.ttft_error.report()["bias"] == pytest.approx(-0.5)
     shown = director.decisions.newest(1)[0].as_dict()
     assert shown["outcome"]["ttft_ms"] == 20.0
+
+
+async def test_a_pick_that_was_passed_over_is_counted_once_and_its_request_moves() -> None:
+    registry = CollectorRegistry()
+    director = make(FakeLadder([90.0, 10.0, 50.0]), registry=registry)
+    result = await routed(director)
+    first, second = result.destinations[:2]
+    director.served(result.decision_id, first)
+    assert registry.get_sample_value("leadtime_router_picks_passed_over_total") == 0
+    director.served(result.decision_id, second)
+    counts = {status.address: status.in_flight_requests for status in director._state.endpoints(1.0)}
+    assert (counts[first], counts[second]) == (0, 1)
+    director.observe_end(
+        Unsampled(decision_id=result.decision_id, reason=Reason.NOT_SUCCESS, status=503, endpoint=second)
+    )
+    assert registry.get_sample_value("leadtime_router_picks_passed_over_total") == 1
+    outcome = director.decisions.newest(1)[0].as_dict()["outcome"]
+    assert outcome == {"sample": "not_success", "endpoint": second, "status": 503}
+    director.finished(result.decision_id, completed=True)
+    assert director._state.in_flight == 0
+
+
+async def test_a_response_that_is_no_sample_says_so_beside_its_decision() -> None:
+    director = make(FakeLadder([90.0, 10.0, 50.0]), completions=lambda _: None)
+    result = await routed(director, shown())
+    observer = director.response_observer(result.decision_id)
+    assert observer is not None
+    observer.headers(429, {}, result.destinations[0], 2.0)
+    observer.end(3.0)
+    outcome = director.decisions.newest(1)[0].as_dict()["outcome"]
+    assert outcome == {"sample": "not_success", "endpoint": result.destinations[0], "status": 429}
 
 
 ALIASES = ModelAliases({"fast": "m", "both": {"m": 1, "n": 1}, "gone": "other"})

@@ -273,6 +273,25 @@ def test_the_timers_do_not_pile_up():
     assert len(bed.ledger._timers) <= 70
 
 
+def test_a_request_that_another_endpoint_serves_is_counted_there_and_leaves_no_trace_behind():
+    bed = Bed(endpoints=2)
+    bed.scrape(0.0, 0, 0, first_tokens=7)
+    bed.add("a", 1.0, tokens=300)
+    bed.add("b", 2.0, tokens=200)
+    assert bed.ledger.move("a", bed.slots[1], uncached_tokens=250, predicted_ttft_ms=40.0, now_ms=100.0)
+    assert bed.seen(110.0) == (1, 200, 108, 0)
+    assert bed.seen(110.0, 1) == (1, 250, 10, 0)
+    bed.scrape(120.0, 0, 1, first_tokens=8)  # one first token is all that the first endpoint will ever show
+    assert bed.seen(120.0) == (0, 0, 0, 1)
+    bed.ledger.advance(140.0)
+    assert bed.seen(140.0, 1) == (0, 0, 0, 1)
+    assert not bed.ledger.move("a", bed.slots[1], uncached_tokens=1, predicted_ttft_ms=None, now_ms=150.0)
+    assert not bed.ledger.move("nobody", bed.slots[1], uncached_tokens=1, predicted_ttft_ms=None, now_ms=150.0)
+    assert bed.ledger.remove("a", 160.0)
+    assert bed.ledger.remove("b", 160.0)
+    assert bed.ledger.counts.moved_elsewhere == 1
+
+
 class Orders(RuleBasedStateMachine):
     """Whatever the order of events, the sums equal a recount and the end leaves nothing behind."""
 
@@ -303,6 +322,15 @@ class Orders(RuleBasedStateMachine):
     def first_token(self, which):
         name = self.known[which % len(self.known)] if self.known else "nobody"
         assert self.bed.ledger.observe_first_token(name, self.now) is (name in self.bed.ledger)
+
+    @rule(which=st.integers(0, 50), endpoint=st.integers(0, 2), tokens=st.integers(0, 5_000))
+    def another_endpoint_serves(self, which, endpoint, tokens):
+        name = self.known[which % len(self.known)] if self.known else "nobody"
+        before = len(self.bed.ledger)
+        self.bed.ledger.move(
+            name, self.bed.slots[endpoint], uncached_tokens=tokens, predicted_ttft_ms=None, now_ms=self.now
+        )
+        assert len(self.bed.ledger) == before
 
     @rule(ms=st.floats(0.0, 2_000.0))
     def time_passes(self, ms):

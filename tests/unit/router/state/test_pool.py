@@ -243,3 +243,62 @@ def test_the_status_tells_unknown_values_as_none():
     status = pool.endpoints(10.0)[0]
     assert (status.waiting_requests, status.scrape_age_ms, status.engine) == (0.0, 4.0, "vllm")
     assert pool.ready_endpoints == 1
+
+
+def test_a_request_that_another_endpoint_serves_is_counted_and_cached_there():
+    pool = make_pool(A, B)
+    send(pool, "1", A)
+    assert pool.observe_served("1", B, 50.0, predicted_ttft_ms=70.0)
+    assert not pool.observe_served("1", B, 51.0), "it is told once"
+    candidates, match = pool.snapshot(make_request(), None, 60.0)
+    assert candidates.pending_requests.tolist() == [0, 1]
+    assert match.matched_tokens[1] == 2_048
+    pool.observe_outcome(make_sample("1", B, input_tokens=2_048, cached_tokens=0, ttft_ms=9.0), 70.0)
+    assert pool.finish("1", 80.0)
+    assert pool.in_flight == 0
+    assert pool.ledger.faults() == []
+
+
+def test_the_endpoint_that_was_picked_is_not_passed_over():
+    pool = make_pool(A, B)
+    send(pool, "1", A)
+    assert not pool.observe_served("1", A, 50.0)
+    assert not pool.observe_served("another router's", B, 50.0)
+
+
+def test_after_its_end_a_request_s_prompt_still_follows_it_to_the_endpoint_that_served():
+    pool = make_pool(A, B)
+    send(pool, "1", A)
+    pool.finish("1", 40.0)
+    assert pool.observe_served("1", B, 50.0)
+    _, match = pool.snapshot(make_request(), None, 60.0)
+    assert match.matched_tokens[1] == 2_048
+    assert pool.in_flight == 0
+
+
+def test_an_endpoint_that_nobody_knows_serves_and_the_entry_stays_until_its_end():
+    pool = make_pool(A, B)
+    send(pool, "1", A)
+    assert pool.observe_served("1", "10.0.0.9:1", 50.0)
+    assert pool.in_flight_at(A) == 1
+    assert pool.finish("1", 60.0)
+
+
+def test_a_retired_endpoint_goes_when_its_last_request_was_another_s():
+    pool = make_pool(A, B)
+    send(pool, "1", A)
+    pool.remove_endpoint(A)
+    assert pool.observe_served("1", B, 50.0)
+    assert [status.address for status in pool.endpoints(60.0)] == [B]
+    assert pool.finish("1", 70.0)
+
+
+def test_prompts_of_requests_without_an_outcome_are_kept_within_a_bound():
+    pool = make_pool(A)
+    for number in range(400):
+        send(pool, str(number), A, make_request(seed=number, size=1_048_576))
+        pool.finish(str(number), 0.0)
+    assert pool.held_blocks <= 262_144
+    for number in range(400):
+        pool.observe_end(str(number))
+    assert pool.held_blocks == 0
