@@ -107,6 +107,9 @@ def up(
     state: Annotated[
         Path, typer.Option(help="Directory that keeps samples and bundles from one run to the next.")
     ] = Path(".run/state"),
+    drain: Annotated[
+        float, typer.Option(min=0, max=3_600, help="Seconds that requests under way may go on at the stop.")
+    ] = 10.0,
 ) -> None:
     """Run Leadtime in front of your own OpenAI-compatible servers.
 
@@ -134,6 +137,7 @@ def up(
         run_dir=_run_dir("up"),
         state_dir=state.absolute(),
         environment=dict(os.environ),
+        drain_s=drain,
     )
 
     def say(line: str) -> None:

@@ -33,6 +33,7 @@ from sim.spec import ProcessSpec
 TRAINER_NICE: Final = 10
 """On two cores a fit would otherwise take time slices from requests under way."""
 _PROBE_TIMEOUT_S: Final = 2.0
+_DRAIN_POLL_S: Final = 0.05
 _PREFIXES: Final = tuple(
     f"LEADTIME_{block}_" for block in ("ROUTER", "COLLECTOR", "TRAINER", "PREDICTOR", "NATS", "STREAM", "REDIS", "LOG")
 )
@@ -63,6 +64,8 @@ class StackConfig:
     """Where samples and bundles outlive the stack; None: in the run directory, removed at the end."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment of every child, under what the stack itself sets."""
+    drain_s: float = 0.0
+    """How long requests under way may go on at the stop, while no new connection is taken."""
 
     def __post_init__(self) -> None:
         if bool(self.endpoints) == (self.simulated is not None):
@@ -362,8 +365,30 @@ class Stack:
             "envoy": (at.gateway.port, at.envoy_admin),
         }.get(name, at.predictors_http)
 
+    async def _drain(self) -> None:
+        """Take no new connection, let the old ones go with their next answer, and wait for the requests under way."""
+        if self.config.drain_s <= 0 or "envoy" not in self._children or not self.supervisor["envoy"].running:
+            return
+        admin = self.addresses.envoy_admin_url
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+            async with asyncio.timeout(self.config.drain_s):
+                for path in ("/drain_listeners", "/healthcheck/fail"):
+                    async with self.http.post(admin + path):
+                        pass
+                told = False
+                while under_way := await self._requests_under_way(admin):
+                    if not told:
+                        self._report(f"{under_way} requests may go on for {self.config.drain_s:g} s")
+                        told = True
+                    await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def _requests_under_way(self, admin: str) -> int:
+        async with self.http.get(f"{admin}/stats?format=json&filter=^http.ingress.downstream_rq_active$") as response:
+            return sum(int(stat["value"]) for stat in (await response.json())["stats"])
+
     async def _stop(self) -> None:
         try:
+            await self._drain()
             await self.supervisor.stop()
         finally:
             self._ports.close()

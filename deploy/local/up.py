@@ -38,6 +38,8 @@ class UpOptions:
     run_dir: Path
     state_dir: Path
     environment: dict[str, str]
+    drain_s: float
+    """How long requests under way may go on at the stop."""
 
 
 async def run_up(options: UpOptions, say: Callable[[str], None], make_stack: Callable[..., Stack]) -> None:
@@ -58,6 +60,7 @@ async def run_up(options: UpOptions, say: Callable[[str], None], make_stack: Cal
             predictors=options.predictors,
             state_dir=options.state_dir,
             environment=options.environment,
+            drain_s=options.drain_s,
         )
         async with make_stack(config, report=say) as stack:
             for line in where_lines(stack, findings):

@@ -46,10 +46,10 @@ class Up:
         self.said = ""
 
     @classmethod
-    async def start(cls, directory: Path, urls: list[str], port: str = "0") -> "Up":
+    async def start(cls, directory: Path, urls: list[str], port: str = "0", *options: str) -> "Up":
         endpoints = [part for url in urls for part in ("--endpoint", f"{url};hardware_class=h100")]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "deploy.local.cli", "up", *endpoints, "--port", port, "--state", "state"),
+            *(sys.executable, "-m", "deploy.local.cli", "up", *endpoints, "--port", port, "--state", "state", *options),
             cwd=directory,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -95,6 +95,41 @@ async def test_up_says_what_lacks_serves_restarts_what_ends_and_leaves_nothing(t
     assert status == 143, up.said
     await until(lambda: not pids_of(tmp_path, ""), "no process is left")
     assert (tmp_path / "state" / "nats").is_dir()
+
+
+@pytest.mark.parametrize(("drain", "whole"), [("30", True), ("2", False)])
+async def test_a_stream_under_way_at_the_stop_has_its_grace(
+    tmp_path: Path, urls: list[str], drain: str, whole: bool
+) -> None:
+    up = await Up.start(tmp_path, urls, "0", "--drain", drain)
+    try:
+        await up.says("Ctrl-C stops everything.")
+        gateway = re.search(r"send requests to (http://\S+)/v1", up.said)
+        assert gateway is not None
+        body = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "stream": True, "ignore_eos": True}
+        got = b""
+        async with aiohttp.ClientSession() as http:
+            await answers(http, gateway[1])
+            try:
+                async with http.post(
+                    f"{gateway[1]}/v1/chat/completions", json={**body, "max_tokens": 4_000 if whole else 30_000}
+                ) as response:
+                    assert response.status == 200
+                    async for part in response.content.iter_any():
+                        if not got:
+                            up.process.send_signal(signal.SIGTERM)
+                            await up.says("requests may go on")
+                            with pytest.raises(aiohttp.ClientConnectorError):
+                                async with aiohttp.ClientSession() as later:
+                                    await answers(later, gateway[1])
+                        got += part
+            except aiohttp.ClientPayloadError:
+                assert not whole
+        assert got.endswith(b"data: [DONE]\n\n") is whole
+    finally:
+        status = await up.end()
+    assert status == 143, up.said
+    await until(lambda: not pids_of(tmp_path, ""), "no process is left")
 
 
 async def test_up_may_be_started_before_any_server_is_up(tmp_path: Path) -> None:
