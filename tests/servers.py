@@ -238,8 +238,9 @@ class RedisServer(ServerProcess):
 class EnvoyProxy(ServerProcess):
     """Envoy on a bootstrap whose ports may be 0: the addresses are read back from its admin interface."""
 
-    def __init__(self, bootstrap: Mapping[str, Any], run_dir: Path) -> None:
+    def __init__(self, bootstrap: Mapping[str, Any], run_dir: Path, *, workers: int = 1) -> None:
         super().__init__("envoy", run_dir / "envoy.log")
+        self._workers = workers
         self.config_file = run_dir / "envoy.json"
         self._admin_file = run_dir / "envoy-admin.txt"
         self.config_file.write_text(json.dumps(bootstrap))
@@ -253,7 +254,7 @@ class EnvoyProxy(ServerProcess):
         self._admin_file.unlink(missing_ok=True)
         self.spawn(
             [find_binaries().envoy, "-c", self.config_file, "--admin-address-path", self._admin_file,
-             "--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"]
+             "--concurrency", str(self._workers), "--disable-hot-restart", "--log-level", "warning"]
         )  # fmt: skip
         await self.ready(lambda: self._admin_file.exists() and self._admin_file.read_text().strip())
         self.admin_url = f"http://{self._admin_file.read_text().strip()}"
@@ -292,9 +293,11 @@ async def redis_server(data_dir: Path | None = None, *, persistent: bool = False
 
 
 @contextlib.asynccontextmanager
-async def envoy(bootstrap: Mapping[str, Any], run_dir: Path | None = None) -> AsyncIterator[EnvoyProxy]:
+async def envoy(
+    bootstrap: Mapping[str, Any], run_dir: Path | None = None, *, workers: int = 1
+) -> AsyncIterator[EnvoyProxy]:
     """A running Envoy with this bootstrap."""
-    async with _directory(run_dir) as directory, _running(EnvoyProxy(bootstrap, directory)) as server:
+    async with _directory(run_dir) as directory, _running(EnvoyProxy(bootstrap, directory, workers=workers)) as server:
         yield server
 
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,8 @@ class FakeModelServer:
     """Plays `choose(request)` for each request."""
 
     choose: Callable[[Seen], Script]
+    written: dict[str, list[float]] = field(default_factory=dict)
+    """When each write really went out, ms since the epoch, by the request's `x-request-id`."""
     requests: list[Seen] = field(default_factory=list)
     aborted: int = 0
     address: str = ""
@@ -87,14 +90,17 @@ class FakeModelServer:
         try:
             while (seen := await _read_request(reader)) is not None:
                 self.requests.append(seen)
-                if not await self._play(self.choose(seen), reader, writer):
+                written = self.written.setdefault(seen.headers.get("x-request-id", ""), [])
+                if not await self._play(self.choose(seen), written, reader, writer):
                     break
         except (OSError, asyncio.IncompleteReadError):
             self.aborted += 1
         finally:
             writer.close()
 
-    async def _play(self, script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _play(
+        self, script: Script, written: list[float], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
         loop = asyncio.get_running_loop()
         begin = loop.time()
         await asyncio.sleep(script.header_delay_ms / 1e3)
@@ -110,6 +116,7 @@ class FakeModelServer:
             if reader.at_eof() or writer.is_closing():
                 self.aborted += 1
                 return False
+            written.append(time.time() * 1e3)
             writer.write(data if script.counted else b"%x\r\n%b\r\n" % (len(data), data))
             await writer.drain()
         if script.dies:
