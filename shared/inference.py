@@ -6,7 +6,8 @@ router alone knows the endpoint). They must run identically, hence here.
 Limits: ONNX Runtime on one thread per session by default; a call blocks for its duration (≈0.4 ms for 100 rows).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
@@ -24,6 +25,18 @@ CPU_PROVIDER: Final = "CPUExecutionProvider"
 MAX_LOG_CORRECTION: Final = 1.5
 
 
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """An ONNX Runtime provider other than the CPU's, with its options."""
+
+    provider: str
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+# TensorFloat-32 keeps 10 bits of a factor: sums of tokens would fall on the wrong side of a threshold.
+CUDA: Final = Accelerator("CUDAExecutionProvider", {"use_tf32": "0"})
+
+
 class BundleModel:
     """An ONNX Runtime session of one rendering, checked against its manifest."""
 
@@ -34,23 +47,33 @@ class BundleModel:
         bundle: Bundle,
         *,
         rendering: RenderingName = "tree_ensemble",
-        providers: Sequence[str] = (CPU_PROVIDER,),
+        accelerator: Accelerator | None = None,
         threads: int = 1,
     ) -> None:
-        """Load and warm; raises IntegrityError if the graph can't run or doesn't fit its manifest."""
+        """Load and warm; raises IntegrityError if the graph can't run or doesn't fit its manifest.
+
+        With an accelerator every node runs on it, or the graph isn't loaded: ONNX Runtime would put what it can't
+        place, or all of it, on the CPU in silence.
+        """
+        on = accelerator or Accelerator(CPU_PROVIDER)
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
+        if on.provider != CPU_PROVIDER:
+            options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         try:
-            self._session = ort.InferenceSession(bundle.graphs[rendering], options, providers=list(providers))
+            provider = (on.provider, dict(on.options))
+            self._session = ort.InferenceSession(bundle.graphs[rendering], options, providers=[provider])
             inputs = [(i.name, i.shape[-1]) for i in self._session.get_inputs()]
             width = len(bundle.manifest.features)
             if inputs != [(GRAPH_INPUT, width)]:
                 raise IntegrityError(f"graph inputs are {inputs}, the manifest says {GRAPH_INPUT} with {width} columns")
             self.rendering = rendering
             self.provider: str = self._session.get_providers()[0]
+            if self.provider != on.provider:
+                raise IntegrityError(f"{on.provider} isn't in use: ONNX Runtime chose {self.provider}")
             self.bundle_version = bundle.manifest.version
             self.outputs = tuple(bundle.manifest.outputs)
             answers = [self.predict(np.stack([np.zeros(width), np.ones(width)] * n).astype(np.float32)) for n in (1, 2)]
@@ -58,7 +81,7 @@ class BundleModel:
             raise
         except Exception as error:  # ONNX Runtime raises bare Exceptions of many classes
             raise IntegrityError(
-                f"rendering {rendering} can't be loaded: {type(error).__name__}: {str(error)[:200]}"
+                f"rendering {rendering} can't be loaded on {on.provider}: {type(error).__name__}: {str(error)[:200]}"
             ) from error
         for answer, rows in zip(answers, (2, 4), strict=True):  # two sizes: a graph may have one built in
             due = (rows, len(self.outputs))
@@ -148,8 +171,10 @@ def as_columns(predictions: FloatMatrix, outputs: Sequence[str]) -> dict[str, np
 
 __all__ = [
     "CPU_PROVIDER",
+    "CUDA",
     "IN_RANGE",
     "MAX_LOG_CORRECTION",
+    "Accelerator",
     "BundleModel",
     "CompiledCalibration",
     "as_columns",

@@ -313,8 +313,12 @@ def _pool_status(slot: Slot, clock: Clock) -> dict[str, Any]:
         report["bundle"] = {
             "version": manifest.version,
             "outputs": manifest.outputs,
-            "rendering": served.model.rendering,
-            "provider": served.model.provider,
+            "renderings": {model.rendering: model.provider for model in served.models},
+            "crossover_rows": served.crossover_rows,
+            "timings_ms": {
+                str(rows): {"cpu": round(cpu, 3), "device": round(device, 3)}
+                for rows, (cpu, device) in served.timings_ms.items()
+            },
             "device_fallback": served.fallback,
             "window_samples": manifest.window_samples,
             "trained_age_s": round((now_ms - manifest.created_unix_ms) / 1e3, 3),

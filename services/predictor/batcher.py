@@ -106,7 +106,7 @@ class Batcher:
         if served is None:
             raise NoBundleError(f"pool {self.slot.pool} has no verified bundle yet")
         run = _Run(served, self._clock.monotonic_ms())
-        model = served.model
+        model = served.model_for(len(rows))
         try:
             if len(rows) <= self._inline_max_rows and model.provider == CPU_PROVIDER:
                 values = model.predict(rows)
@@ -114,5 +114,5 @@ class Batcher:
                 values = await asyncio.get_running_loop().run_in_executor(self._worker, model.predict, rows)
         except Exception as error:  # ONNX Runtime raises bare Exceptions of many classes
             raise ModelFaultError(f"bundle {served.manifest.version} failed: {type(error).__name__}") from error
-        self._metrics.ran(len(rows), self._clock.monotonic_ms() - run.started_ms)
+        self._metrics.ran(model.rendering, len(rows), self._clock.monotonic_ms() - run.started_ms)
         return values, run

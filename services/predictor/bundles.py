@@ -116,8 +116,8 @@ class BundleWatch:
             pool=slot.pool,
             version=version,
             before=before.manifest.version if before else None,
-            rendering=served.model.rendering,
-            provider=served.model.provider,
+            providers={model.rendering: model.provider for model in served.models},
+            crossover_rows=served.crossover_rows,
             device_fallback=served.fallback,
             load_ms=round(load_ms, 1),
         )

@@ -5,12 +5,12 @@ Children of the hot path are bound once: a `labels()` call costs more than the i
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Final
+from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.predictor.slot import Served
-from shared.bundle import Refusal
+from shared.bundle import Refusal, RenderingName
 from shared.clock import Clock
 from shared.telemetry import STEP_BUCKETS_S, seconds
 
@@ -56,6 +56,11 @@ class PredictorMetrics:
         self._model = Histogram(
             "leadtime_predictor_model_seconds", "One model run.", buckets=STEP_BUCKETS_S, registry=registry
         )
+        runs = Counter(
+            "leadtime_predictor_runs_total", "Model runs by the rendering that answered.", ["rendering"],
+            registry=registry,
+        )  # fmt: skip
+        self._runs: dict[RenderingName, Counter] = {name: runs.labels(name) for name in get_args(RenderingName)}
         self._queue = Histogram(
             "leadtime_predictor_queue_seconds",
             "A request's wait for its model run.",
@@ -67,13 +72,19 @@ class PredictorMetrics:
         )
         self._bundle_info = Gauge(
             "leadtime_predictor_bundle_info",
-            "1 for the bundle in use, with the ONNX Runtime provider that really runs it.",
+            "1 for each rendering in use, with the ONNX Runtime provider that really runs it.",
             ["pool", "version", "rendering", "provider"],
             registry=registry,
         )
         self._bundle_age = Gauge(
             "leadtime_predictor_bundle_age_seconds",
             "Time since the bundle in use was trained.",
+            ["pool"],
+            registry=registry,
+        )
+        self._crossover = Gauge(
+            "leadtime_predictor_crossover_rows",
+            "Batch size from which on the accelerator answers; -1 where the CPU takes all.",
             ["pool"],
             registry=registry,
         )
@@ -123,7 +134,8 @@ class PredictorMetrics:
     def failed(self, status: int, reason: Reason) -> None:
         self._requests_by_status.labels(str(status), reason.value).inc()
 
-    def ran(self, rows: int, model_ms: float) -> None:
+    def ran(self, rendering: RenderingName, rows: int, model_ms: float) -> None:
+        self._runs[rendering].inc()
         self._batch_rows.observe(rows)
         self._model.observe(seconds(model_ms))
 
@@ -132,7 +144,9 @@ class PredictorMetrics:
         self._swaps.labels(pool).inc()
         self._load.observe(seconds(load_ms))
         self._bundle_info.remove_by_labels({"pool": pool})
-        self._bundle_info.labels(pool, served.manifest.version, served.model.rendering, served.model.provider).set(1)
+        for model in served.models:
+            self._bundle_info.labels(pool, served.manifest.version, model.rendering, model.provider).set(1)
+        self._crossover.labels(pool).set(-1 if served.crossover_rows is None else served.crossover_rows)
         created_unix_ms = served.manifest.created_unix_ms
         self._bundle_age.labels(pool).set_function(lambda: seconds(self._clock.unix_ms() - created_unix_ms))
         self._fallback.labels(pool).set(1 if served.fallback else 0)

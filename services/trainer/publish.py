@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from services.trainer.champion import Champion
 from services.trainer.lease import Lease, LeaseLostError
 from shared.bundle import Bundle, BundleGate, Calibration, pack, seal, unseal
+from shared.errors import ContractError
 from shared.features import SCHEMA
 from shared.inference import BundleModel
 from shared.names import (
@@ -88,7 +89,7 @@ class BundleStore:
             return 0
         try:
             return Calibration.decode(unseal(blob, self._key), pool=self._pool).sequence
-        except ValueError:
+        except ContractError:  # damaged, or signed by another key: the next one replaces it
             return 0
 
     async def _switch(self, key: str, value: bytes, channel: str, notice: bytes) -> None:

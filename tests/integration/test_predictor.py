@@ -160,8 +160,8 @@ async def test_where_cuda_is_preferred_the_cpu_serves_and_says_so(redis, tmp_pat
     async with predictor(tmp_path, redis.url, device="cuda") as process:
         await until(lambda: process.serves(version), "served")
         told = (await process.status())["pools"]["default"]["bundle"]
-        assert (told["provider"], told["device_fallback"]) == (
-            "CPUExecutionProvider",
+        assert (told["renderings"], told["device_fallback"]) == (
+            {"tree_ensemble": "CPUExecutionProvider"},
             "the bundle has no tensor rendering",
         )
         metrics = (await fetch(f"{process.url}/metrics"))[1].decode()

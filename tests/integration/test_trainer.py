@@ -17,7 +17,7 @@ from nats.js.errors import NotFoundError
 from bench.queueing import as_samples, observe
 from services.trainer import consumer
 from services.trainer import trainer as conductor
-from shared.bundle import BundleGate, BundleRefusedError, Calibration, unseal
+from shared.bundle import BundleGate, BundleRefusedError, Calibration, seal, unseal
 from shared.features import SCHEMA
 from shared.inference import BundleModel
 from shared.names import (
@@ -320,6 +320,22 @@ async def test_a_stream_that_was_lost_is_made_again(nats, redis):
         await until(there, "stream and consumer are back")
         await publish(context, SAMPLES[50:80])
         await trainer.taken(80)
+
+
+@pytest.mark.parametrize("sealed", [b"no seal", seal(b"{}", b"another key"), seal(b"{}", b"key")])
+async def test_a_calibration_that_cannot_be_read_is_replaced(nats, redis, sealed):
+    """Damaged, signed by a key that was changed since, or of no form: none stops a trainer from starting."""
+    async with store(redis) as client, stream(nats.url) as context:
+        await client.set(calibration_key("default"), sealed)
+        async with running_trainer(nats.url, redis.url, signing_key="key") as trainer:
+            await publish(context, SAMPLES[:50])
+            version = await trainer.published()
+
+            async def replaced():
+                found = await client.get(calibration_key("default"))
+                return found != sealed and Calibration.decode(unseal(found, b"key"), pool="default")
+
+            assert (await until(replaced, "a calibration")).bundle_version >= version
 
 
 async def test_redis_may_come_back_empty(nats, redis):

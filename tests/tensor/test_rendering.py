@@ -95,7 +95,7 @@ def test_every_number_of_trees_and_depth_passes_parity(hummingbird, rounds, dept
     assert parity(runner(render(model, hummingbird)), model.predict(rows), rows).max_relative_error <= 1e-4
 
 
-@pytest.mark.parametrize("options", [FitOptions(tree_min_rows=10_000), FitOptions(min_child_weight=1e6)])
+@pytest.mark.parametrize("options", [FitOptions(tree_min_rows=10_000), FitOptions(leaf_rows=10_000, leaf_share=1.0)])
 def test_a_model_without_trees_and_one_of_bare_leaves_pass_parity(hummingbird, options):
     snapshot = line_snapshot(200)
     model = fit(snapshot, options)

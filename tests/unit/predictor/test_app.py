@@ -225,7 +225,7 @@ async def test_status_tells_bundle_provider_and_device(serving):
     bundle = status["pools"]["default"]["bundle"]
     assert status["schema"] == SCHEMA_HASH
     assert status["device"] == {"asked": "cpu", "policy": "prefer"}
-    assert (bundle["provider"], bundle["rendering"]) == ("CPUExecutionProvider", "tree_ensemble")
+    assert (bundle["renderings"], bundle["crossover_rows"]) == ({"tree_ensemble": "CPUExecutionProvider"}, None)
     assert bundle["device_fallback"] is None
 
 
