@@ -125,7 +125,7 @@ def test_cuda_without_a_tensor_rendering_is_said_or_refused(policy):
 
 def test_a_device_that_answers_otherwise_than_the_cpu_is_left_out():
     whole = make_bundle(renderings=BOTH)
-    other = linear_graph(default_weights(len(OUTPUTS)), 1.5)
+    other = linear_graph(default_weights(len(OUTPUTS)) * np.float32(1.001), 1.0)
     astray = Bundle(whole.manifest, {**whole.graphs, "tensor": other})
     served = load(astray)
     assert [model.rendering for model in served.models] == ["tree_ensemble"]
