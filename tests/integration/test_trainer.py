@@ -39,6 +39,7 @@ from tests.integration.trainer_service import publish, running_trainer, stream
 from tests.servers import NatsServer, RedisServer, ServerProcess, fetch, free_port, nats_server, until
 
 POINTER = bundle_pointer_key("default", SCHEMA.hash)
+KEY = b"a key of a fair length"
 SAMPLES = as_samples(observe(1200, seed=21))
 
 
@@ -322,18 +323,18 @@ async def test_a_stream_that_was_lost_is_made_again(nats, redis):
         await trainer.taken(80)
 
 
-@pytest.mark.parametrize("sealed", [b"no seal", seal(b"{}", b"another key"), seal(b"{}", b"key")])
+@pytest.mark.parametrize("sealed", [b"no seal", seal(b"{}", b"another key"), seal(b"{}", KEY)])
 async def test_a_calibration_that_cannot_be_read_is_replaced(nats, redis, sealed):
     """Damaged, signed by a key that was changed since, or of no form: none stops a trainer from starting."""
     async with store(redis) as client, stream(nats.url) as context:
         await client.set(calibration_key("default"), sealed)
-        async with running_trainer(nats.url, redis.url, signing_key="key") as trainer:
+        async with running_trainer(nats.url, redis.url, signing_key=KEY.decode()) as trainer:
             await publish(context, SAMPLES[:50])
             version = await trainer.published()
 
             async def replaced():
                 found = await client.get(calibration_key("default"))
-                return found != sealed and Calibration.decode(unseal(found, b"key"), pool="default")
+                return found != sealed and Calibration.decode(unseal(found, KEY), pool="default")
 
             assert (await until(replaced, "a calibration")).bundle_version >= version
 
