@@ -6,7 +6,8 @@
 #   make test    every test          make check   format, lint, types, imports, unit tests
 #   make test-tensor   the tensor rendering with Hummingbird and PyTorch, in .venv/tensor
 #   make fuzz    200,000 raw ext-proc streams, some minutes   CASES=…
-#   make bench   every benchmark, short, as JSON       make lock    write requirements/*.lock anew
+#   make bench   every benchmark, short, as JSON       make bench-full   the replay's every cell, resumable
+#   make lock    write requirements/*.lock anew
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -21,7 +22,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-tensor check fuzz lock bench clean
+.PHONY: help setup demo up test test-tensor check fuzz lock bench bench-full clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,2\}//p' Makefile
@@ -56,6 +57,10 @@ fuzz: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@for benchmark in $$(grep -l '^if __name__ == "__main__"' bench/*.py); do \
 	  $(BIN)/python $$benchmark --quick || exit 1; done
+
+# Hours of one core: a run is appended to bench/results/replay.jsonl as it ends, and isn't made again.
+bench-full: $(VENV)/.dev
+	@$(BIN)/python bench/replay.py --full
 
 # The interpreter's version is checked before anything is made, so that the message is ours and not a resolver's.
 $(BIN)/python:

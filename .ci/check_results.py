@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 POLICIES = ("round-robin", "load-prefix", "leadtime")
+REPLAY_LATENCIES = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "tpot_p90_ms", "e2e_mean_ms", "e2e_p50_ms")
 DECISION_PARTS = ("transport", "parse", "features", "policy", "model", "total")
 
 
@@ -73,6 +74,27 @@ def bench_stream(result: Mapping[str, Any]) -> list[str]:
     return faults
 
 
+def bench_replay(result: Mapping[str, Any]) -> list[str]:
+    """Faults of `bench/replay.py`'s result: every key a number, latencies above 0, ratios in range, policies apart."""
+    faults = []
+    for place, row in enumerate(result["runs"]):
+        where = f"runs[{place}] ({row['trace']}, {row['policy']})"
+        faults += [f"{where}: {key} is {row[key]}" for key in REPLAY_LATENCIES if not positive(row[key])]
+        for key in ("goodput", "prefix_hit_ratio"):
+            if not is_number(row[key]) or not 0 <= row[key] <= 1:
+                faults.append(f"{where}: {key} is {row[key]}")
+        if not row["ttft_p50_ms"] <= row["ttft_p90_ms"] <= row["ttft_p99_ms"]:
+            faults.append(f"{where}: TTFT quantiles cross")
+        if row["failed"] != 0:
+            faults.append(f"{where}: {row['failed']} requests failed")
+    policies = {row["policy"] for row in result["runs"]}
+    if len(policies) < 2 or "leadtime" not in policies:
+        faults.append(f"only {sorted(policies)}")
+    learned = [row for row in result["runs"] if row["policy"] == "leadtime"]
+    faults += [f"{row['trace']}: nothing was learned" for row in learned if row["fits"] < 1]
+    return faults
+
+
 def is_number(value: object) -> bool:
     """A finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -88,6 +110,7 @@ CHECKS = {
     "bench/router": bench_router,
     "bench/predictor": bench_predictor,
     "bench/stream": bench_stream,
+    "bench/replay": bench_replay,
 }
 
 

@@ -119,9 +119,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a row; one that an interruption cut off is left standing on a line of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    whole = not path.is_file() or not (text := path.read_text()) or text.endswith("\n")
     with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(("" if whole else "\n") + json.dumps(row) + "\n")
 
 
 def capacities(path: Path, wanted: Sequence[str]) -> dict[tuple[str, str], float]:

@@ -1,0 +1,84 @@
+"""The replay's benchmark: marks are counted right, and a run that was cut short goes on where it stopped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import replay
+from bench.replay import EQUAL, MIXED, Cell, Grid, read_rows, summarise
+
+
+def row(trace: str, load: float, hardware: str, policy: str, seed: int = 1, **values: float) -> dict[str, Any]:
+    figures = dict.fromkeys(replay.METRICS, 100.0) | {"goodput": 0.8} | values
+    return {"trace": trace, "load": load, "hardware": hardware, "policy": policy, "seed": seed, **figures}
+
+
+def marks(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {entry["mark"]: entry for entry in summarise(rows)["marks"]}
+
+
+def test_ratios_are_geometric_means_over_workloads_of_means_over_seeds() -> None:
+    rows = [row(name, 0.85, EQUAL, "token-load") for name in ("A", "B")]
+    rows += [
+        row("A", 0.85, EQUAL, "leadtime", 1, ttft_p90_ms=50.0),
+        row("A", 0.85, EQUAL, "leadtime", 2, ttft_p90_ms=200.0),
+        row("B", 0.85, EQUAL, "leadtime", ttft_p90_ms=400.0),
+    ]
+    assert Grid.of(rows).ratio("ttft_p90_ms", 0.85, EQUAL, "leadtime", "token-load") == pytest.approx(2.0)
+    found = marks(rows)["equal at 85%: ttft_p90_ms / token-load"]
+    assert (found["value"], found["met"]) == (pytest.approx(2.0), False)
+
+
+def test_a_cell_without_its_counterpart_is_left_out_and_a_mark_without_cells_is_not_run() -> None:
+    summary = summarise([row("A", 0.85, EQUAL, "leadtime")])
+    assert summary["missed"] == []
+    assert "equal at 85%: ttft_p90_ms / token-load" in summary["not_run"]
+
+
+def test_slo_misses_are_compared_with_the_best_policy_without_prediction() -> None:
+    rows = [
+        row("A", 0.85, MIXED, "token-load", goodput=0.6),
+        row("A", 0.85, MIXED, "lmetric", goodput=0.8),
+        row("A", 0.85, MIXED, "leadtime", goodput=0.95),
+    ]
+    assert marks(rows)["mixed at 85%: SLO misses / best without prediction"]["value"] == pytest.approx(0.25)
+
+
+def test_goodput_behind_any_other_but_the_oracle_is_told_by_cell() -> None:
+    rows = [
+        row("A", 0.5, EQUAL, "leadtime", goodput=0.9),
+        row("A", 0.5, EQUAL, "oracle", goodput=1.0),
+        row("A", 0.5, EQUAL, "lmetric", goodput=0.93),
+    ]
+    behind = summarise(rows)["cells_behind_in_goodput"]
+    assert behind == [{"trace": "A", "load": 0.5, "hardware": EQUAL, "goodput_gap": pytest.approx(-0.03)}]
+
+
+def test_a_full_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "rows.jsonl"
+    capacities = [{"trace": "D", "hardware": pool, "capacity_per_s": 2.0} for pool in ("h100-8b:8", "a100-8b:8")]
+    done = [json.dumps(each) for each in (*capacities, row("D", 0.5, EQUAL, "token-load"))]
+    results.write_text("\n".join(done) + '\n{"trace": "D", "lo')
+    monkeypatch.setattr(replay, "REQUESTS", {"D": 40})
+    played: list[Cell] = []
+
+    def play(cell: Cell, rate_per_s: float, requests: int) -> dict[str, Any]:
+        played.append(cell)
+        assert (rate_per_s, requests) == (2.0, 40)
+        return row(*cell.key[:3], cell.policy, cell.seed, cpu_s=1.0)
+
+    monkeypatch.setattr(replay, "play", play)
+    cells = [Cell("D", 0.5, EQUAL, name, 1) for name in ("token-load", "lmetric", "random")]
+    replay.full(results, cells)
+    assert [cell.policy for cell in played] == ["lmetric", "random"]
+    replay.full(results, cells)
+    assert len(played) == 2
+    assert len([each for each in read_rows(results) if "policy" in each]) == 3
+
+
+def test_one_real_cell_has_every_key_that_was_agreed() -> None:
+    found = replay.play(Cell("D", 0.5, EQUAL, "token-load", 1), 4.0, 60)
+    agreed = {"trace", "load", "hardware", "policy", "seed", "goodput", "prefix_hit_ratio", *replay.METRICS}
+    assert agreed <= found.keys()
