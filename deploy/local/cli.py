@@ -30,7 +30,7 @@ from deploy.local.run_dir import new_run_dir
 from deploy.local.screen import Screen
 from deploy.local.stack import Stack, StackConfig, endpoint_address, unknown_variables
 from deploy.local.up import UpOptions, run_up
-from services.router.state.discovery import parse_endpoints
+from services.router.discovery.endpoints import parse_endpoints
 from shared.errors import ConfigurationError, FieldError
 from shared.settings import is_loopback
 

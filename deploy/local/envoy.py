@@ -633,7 +633,7 @@ def _grpc_cluster(health_service: str, watch: _Watch) -> dict[str, Any]:
 def _membership(cluster: str, members: list[dict[str, Any]], addresses: Sequence[Address]) -> dict[str, Any]:
     """Hosts of a cluster; one name among the addresses makes it a DNS cluster.
 
-    Of a name's addresses Envoy must know those that a router lists (`services/router/state/discovery.py`: IPv4 where
+    Of a name's addresses Envoy must know those that a router lists (`services/router/discovery/names.py`: IPv4 where
     there is any), or a pick is passed over without a word: Envoy's own choice would be IPv6 first.
     """
     discovery: dict[str, Any] = {"type": "STATIC"}

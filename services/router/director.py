@@ -108,6 +108,10 @@ class Director:
         """Read requests by this table from the next one on."""
         self._options = replace(self._options, parsing=replace(self._options.parsing, objectives=objectives))
 
+    def use_aliases(self, aliases: ModelAliases) -> None:
+        """Read clients' names of models by this table from the next request on."""
+        self._options = replace(self._options, aliases=aliases)
+
     async def decide(self, head: RequestHead, body: bytes | None) -> Routed | RequestRejected:
         """Find endpoints for one request; never raises for what a client sent."""
         received_ms = self._clock.monotonic_ms()

@@ -19,6 +19,8 @@ from redis.backoff import NoBackoff
 from services.router.admin import admin_app
 from services.router.alias_file import alias_table
 from services.router.director import Director, DirectorOptions
+from services.router.discovery.build import feed, sources
+from services.router.discovery.follow import Discovery
 from services.router.extproc.server import ExtProcServer
 from services.router.extproc.tls import TlsFiles, from_files, self_signed
 from services.router.metrics import RouterMetrics
@@ -34,7 +36,6 @@ from services.router.request.tokens import TokenEstimator
 from services.router.restored_name import parse_routes
 from services.router.sample_sink import SampleSink, parse_collectors
 from services.router.settings import RouterSettings
-from services.router.state.discovery import Discovery, DiscoveryConfig, parse_endpoints
 from services.router.state.exposition import EndpointCollector
 from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.scraper import ScrapeConfig, Scraper
@@ -73,14 +74,8 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
     salt = settings.prefix_salt.get_secret_value().encode() if settings.prefix_salt else secrets.token_bytes(32)
     state = PoolState(PoolConfig(scrape_limit_ms=settings.scrape_stale_ms), salt=salt, tokens=TokenEstimator())
     registry.register(EndpointCollector(state, clock))
-    discovery = Discovery(
-        state,
-        parse_endpoints(settings.endpoints),
-        clock=clock,
-        registry=registry,
-        rng=rng,
-        config=DiscoveryConfig(resolve_interval_ms=settings.resolve_interval_s * 1e3),
-    )
+    listed, kubernetes = sources(settings, clock, registry, rng)
+    discovery = Discovery(state, listed, clock=clock, registry=registry, readiness=readiness)
     scraper = Scraper(
         state,
         clock=clock,
@@ -119,6 +114,8 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
         )
         policies.on_pipeline = director.use_pipeline
         policies.on_objectives = director.use_objectives
+        if kubernetes is not None:
+            feed(kubernetes, director, policies, settings)
         outcomes = OutcomeSubscriber(
             settings.pool, settings.nats.connect_options(), director.observe, registry, director.observe_end
         )

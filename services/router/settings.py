@@ -7,13 +7,14 @@ from pydantic import Field, FilePath, SecretStr, field_validator, model_validato
 from pydantic_settings import SettingsConfigDict
 
 from services.router.alias_file import alias_table
+from services.router.discovery.endpoints import parse_endpoints, parse_ports
+from services.router.discovery.kube_client import SERVICE_ACCOUNT
 from services.router.objectives_file import read_objectives
 from services.router.predict.client import parse_urls
 from services.router.request.aliases import ModelAliases
 from services.router.request.parse import DEFAULT_MAX_BODY_BYTES
 from services.router.restored_name import parse_routes
 from services.router.sample_sink import parse_collectors
-from services.router.state.discovery import parse_endpoints
 from shared.settings import NatsSettings, Port, PositiveMs, RedisSettings, ServiceSettings, is_loopback
 
 
@@ -39,7 +40,26 @@ class RouterSettings(ServiceSettings):
     tls_client_ca_file: FilePath | None = None
     """With `tls=files`: only clients with a certificate of this CA may call."""
     endpoints: str = ""
-    """Comma-separated model servers: `http://host:port;hardware_class=h100`; a name stands for all its addresses."""
+    """Comma-separated model servers: `http://host:port;hardware_class=h100;role=decode`; a name stands for all its
+    addresses. `dns://name:port` and `srv://_service._proto.name` ask DNS itself and heed its TTL."""
+    dns_servers: str = ""
+    """Comma-separated `ip` or `ip:port` for `dns://` and `srv://` entries; empty: the machine's."""
+    endpoints_file: Path | None = None
+    """YAML or JSON with more of them, watched; replaced as a whole."""
+    kubernetes_pool: str = ""
+    """Name of an InferencePool (v1) whose pods are endpoints."""
+    kubernetes_selector: str = ""
+    """Instead of a pool: a label selector of pods, as `app=vllm,tier=chat`; needs `kubernetes_ports`."""
+    kubernetes_ports: str = ""
+    """Comma-separated ports of the selector's pods; each is an endpoint."""
+    kubernetes_namespace: str = ""
+    """Empty: the namespace that this pod runs in."""
+    kubernetes_api: str = "https://kubernetes.default.svc"
+    kubernetes_token_file: Path | None = SERVICE_ACCOUNT / "token"
+    """Read again for each request."""
+    kubernetes_ca_file: Path | None = SERVICE_ACCOUNT / "ca.crt"
+    kubernetes_hardware_label: str = "leadtime.ai/hardware-class"
+    """Label of a pod that names its hardware class; `llm-d.ai/role` is its role."""
     predictors: str = "http://127.0.0.1:8080"
     """Comma-separated URLs of predictors; a name stands for all its addresses. Empty: none."""
     predictor_token: SecretStr | None = None
@@ -90,6 +110,22 @@ class RouterSettings(ServiceSettings):
     """How long running requests may go on after SIGTERM."""
     nats: NatsSettings = Field(default_factory=NatsSettings)
     redis: RedisSettings = Field(default_factory=RedisSettings)
+
+    @model_validator(mode="after")
+    def _one_way_of_kubernetes(self) -> Self:
+        if self.kubernetes_pool and (self.kubernetes_selector or self.kubernetes_ports):
+            raise ValueError(
+                "kubernetes_pool tells selector and ports: kubernetes_selector, kubernetes_ports aren't for it"
+            )
+        if bool(self.kubernetes_selector) != bool(self.kubernetes_ports):
+            raise ValueError("kubernetes_selector and kubernetes_ports are needed together")
+        return self
+
+    @field_validator("kubernetes_ports")
+    @classmethod
+    def _whole_ports(cls, ports: str) -> str:
+        parse_ports(ports)
+        return ports
 
     @field_validator("endpoints")
     @classmethod

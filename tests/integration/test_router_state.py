@@ -9,14 +9,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from services.router.discovery.endpoints import parse_endpoints
+from services.router.discovery.follow import Discovery
+from services.router.discovery.names import NamesSource
 from services.router.request.inference_request import InferenceRequest
 from services.router.request.tokens import TokenEstimator
-from services.router.state.discovery import Discovery, parse_endpoints
 from services.router.state.exposition import EndpointCollector
 from services.router.state.pool import EndpointStatus, PoolConfig, PoolState
 from services.router.state.scraper import ScrapeConfig, Scraper
 from services.router.state.vllm_metrics import parse_metrics
 from shared.clock import SystemClock
+from shared.lifecycle import Readiness
 from shared.samples import Outcome
 from sim.model_server import ModelServer
 from sim.spec import Faults, ServerSpec
@@ -284,13 +287,13 @@ async def test_a_thousand_endpoints_that_come_and_go_leave_no_task_and_no_series
 
 async def test_a_name_is_resolved_by_the_system_and_its_servers_join():
     async with model_server() as server, running() as bed:
-        discovery = Discovery(
-            bed.pool,
+        names = NamesSource(
             parse_endpoints(f"localhost:{server.port};hardware_class=h100"),
             clock=bed.clock,
             registry=bed.registry,
             rng=random.Random(1),
         )
+        discovery = Discovery(bed.pool, [names], clock=bed.clock, registry=bed.registry, readiness=Readiness())
         task = asyncio.create_task(discovery.run())
         try:
             await until(lambda: bed.pool.table.get(address_of(server)), "an endpoint by its name")

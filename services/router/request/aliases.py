@@ -3,7 +3,8 @@
 An alias hides which model answers: a rollout moves weight from one to the other, and no client changes. The draw is
 made once per request, with the caller's random number.
 
-Limits: one step, an alias's target isn't looked up again; names match as they are written.
+Limits: one step, an alias's target isn't looked up again; names match as they are written. A rule for every other name
+can be had from Kubernetes alone (InferenceModelRewrite without matches).
 """
 
 import itertools
@@ -23,27 +24,31 @@ AliasTable = Mapping[str, str | Mapping[str, int]]
 class ModelAliases:
     """The table, checked and summed up once."""
 
-    __slots__ = ("_targets",)
+    __slots__ = ("_every_other", "_targets")
 
-    def __init__(self, table: AliasTable) -> None:
-        """Raises FieldError that names the alias."""
-        self._targets: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
-        for alias, targets in table.items():
-            weights = {targets: 1} if isinstance(targets, str) else dict(targets)
-            _check(alias, weights)
-            models = tuple(model for model, weight in weights.items() if weight)
-            self._targets[alias] = models, tuple(itertools.accumulate(weights[model] for model in models))
+    def __init__(self, table: AliasTable, every_other: Mapping[str, int] | None = None) -> None:
+        """`every_other`: models by weight for names that the table lacks. Raises FieldError that names the alias."""
+        self._targets = {alias: _weighed(alias, targets) for alias, targets in table.items()}
+        self._every_other = None if every_other is None else _weighed("*", every_other)
 
     def __bool__(self) -> bool:
-        return bool(self._targets)
+        return bool(self._targets) or self._every_other is not None
 
     def target(self, name: str, draw: float) -> str | None:
-        """The model behind `name`, by a number from 0 (included) to 1 (excluded); None where it is no alias."""
-        found = self._targets.get(name)
+        """The model behind `name`, by a number from 0 (included) to 1 (excluded); None where that is itself."""
+        found = self._targets.get(name, self._every_other)
         if found is None:
             return None
         models, sums = found
-        return models[bisect_right(sums, draw * sums[-1])]
+        model = models[bisect_right(sums, draw * sums[-1])]
+        return None if model == name else model
+
+
+def _weighed(alias: str, targets: str | Mapping[str, int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    weights = {targets: 1} if isinstance(targets, str) else dict(targets)
+    _check(alias, weights)
+    models = tuple(model for model, weight in weights.items() if weight)
+    return models, tuple(itertools.accumulate(weights[model] for model in models))
 
 
 def _check(alias: str, weights: Mapping[str, int]) -> None:

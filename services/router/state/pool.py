@@ -17,6 +17,7 @@ from services.router.request.inference_request import InferenceRequest
 from services.router.request.tokens import TokenEstimator, expected_output_tokens
 from services.router.state.ledger import Ledger
 from services.router.state.prefix_index import BlockHasher, PrefixIndex, PrefixMatch
+from services.router.state.roles import Role
 from services.router.state.snapshot import Candidates
 from services.router.state.table import Endpoint, EndpointTable
 from services.router.state.vllm_metrics import EngineMetrics
@@ -61,6 +62,7 @@ class EndpointStatus:
     retired: bool
     engine: str
     hardware_class: str
+    role: str
     models: list[str] | None
     incarnation: float
     incarnations: int
@@ -324,9 +326,28 @@ class PoolState:
 
     # --- discovery's part ---------------------------------------------------------------------------------------
 
-    def add_endpoint(self, address: str, *, hardware_class: int = 0, now_ms: float) -> Endpoint:
-        """Discovery lists `ip:port`. It isn't ready until the scraper says so; a known one keeps all it has."""
-        endpoint = self.table.add(address, hardware_class=hardware_class, now_ms=now_ms)
+    def add_endpoint(
+        self,
+        address: str,
+        *,
+        hardware_class: int = 0,
+        now_ms: float,
+        role: Role = Role.BOTH,
+        identity: str = "",
+    ) -> Endpoint:
+        """Discovery lists `ip:port`. It isn't ready until the scraper says so; a known one keeps all it has.
+
+        Another `identity` at a known address is another endpoint: nothing of the old one is believed of it.
+        """
+        known = self.table.get(address)
+        replaced = known is not None and known.identity != identity
+        endpoint = self.table.add(address, hardware_class=hardware_class, now_ms=now_ms, role=role, identity=identity)
+        if replaced:
+            self._reset(endpoint)
+            self.table.renew(endpoint, None, now_ms)
+            self.table.set_ready(endpoint, False)
+            if self.on_upstream_failure is not None:
+                self.on_upstream_failure(address)  # whoever probes must ask anew, and at once
         self._changed()
         return endpoint
 
@@ -388,10 +409,10 @@ class PoolState:
             self._size_shelf(endpoint)
         return renewed
 
-    def set_ready(self, address: str, ready: bool) -> bool:
-        """Whether the endpoint answers its probes. True if that is a change."""
+    def set_ready(self, address: str, ready: bool, now_ms: float | None = None) -> bool:
+        """Whether the endpoint answers its probes, at `now_ms` if it may have to ramp up. True if that is a change."""
         endpoint = self.table.get(address)
-        return endpoint is not None and self.table.set_ready(endpoint, ready)
+        return endpoint is not None and self.table.set_ready(endpoint, ready, now_ms)
 
     def set_models(self, address: str, models: frozenset[str] | None) -> None:
         """What `/v1/models` lists; None where the server has no such list: then it may serve anything."""
@@ -436,6 +457,7 @@ class PoolState:
             retired=endpoint.retired,
             engine=endpoint.engine,
             hardware_class=HARDWARE_CLASSES[endpoint.hardware_class],
+            role=endpoint.role.value,
             models=None if endpoint.models is None else sorted(endpoint.models),
             incarnation=endpoint.incarnation,
             incarnations=endpoint.incarnations,

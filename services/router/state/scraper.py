@@ -181,7 +181,7 @@ class Scraper:
             else:
                 watch.failures = 0
                 self._results.labels("ok").inc()
-                if self._pool.set_ready(address, ready=True):
+                if self._pool.set_ready(address, ready=True, now_ms=self._clock.monotonic_ms()):
                     self._log.info("endpoint ready", endpoint=address)
             watch.probed_ms = self._clock.monotonic_ms()
             self._duration.observe(seconds(watch.probed_ms - started_ms))

@@ -7,6 +7,9 @@ never loops over candidates in Python. Which slots serve a model is kept as an i
 Lifecycle: `add` → not ready → `set_ready` → candidate → `retire` (gone from discovery, its requests still run) →
 `remove`. A retired endpoint that comes back before its last request ends goes on with all it had.
 
+An endpoint that was ready before and is again (or has a new process) ramps up; one that only prefills or encodes is no
+candidate for a whole request.
+
 Limits: one event loop. An endpoint whose model list is unknown counts as serving a model only where nobody is known to
 serve it; a model is "not found" only when every endpoint has told its list.
 """
@@ -21,6 +24,7 @@ import numpy.typing as npt
 
 from services.router.request.errors import RejectReason
 from services.router.state.errors import ModelNotFound, NoEndpoint
+from services.router.state.roles import Role
 from services.router.state.snapshot import Candidates
 
 # A client names models and a gateway subsets: neither may make these caches grow without bound.
@@ -58,13 +62,19 @@ _EMPTY_INSTANTS: Final = np.array([[_NEVER_MS], [-_NEVER_MS], [0.0], [0.0], [0.0
 # Weight of the newest step time; half of an old one's weight is gone after 6 outcomes.
 _STEP_TIME_GAIN: Final = 0.1
 _MIN_STEP_MS: Final = 0.1
+# An endpoint that returns takes two requests at once, and twice as many with every second: its empty ledger would draw
+# the whole pool's traffic onto a server that may not bear it.
+_RAMP_FIRST_REQUESTS: Final = 2.0
+_RAMP_DOUBLING_MS: Final = 1_000.0
+_RAMP_MS: Final = 10_000.0
 
 
 @dataclass(slots=True)
 class Endpoint:
     """One address in its slot. `incarnation`: process start (unix s) where the server tells it, else first seen (ms).
 
-    `models`: None until the server has told them. `engine`: the kind of server, "" until scraped.
+    `models`: None until the server has told them. `engine`: the kind of server, "" until scraped. `identity`: of what
+    stands behind the address, "" where discovery has none. `has_been_ready`: a return is not a first appearance.
     """
 
     address: str
@@ -78,6 +88,9 @@ class Endpoint:
     ready: bool = False
     retired: bool = False
     engine: str = ""
+    role: Role = Role.BOTH
+    identity: str = ""
+    has_been_ready: bool = False
 
     @property
     def incarnation(self) -> float:
@@ -102,6 +115,8 @@ class EndpointTable:
         self._by_slot: dict[int, Endpoint] = {}
         self._free: list[int] = list(range(capacity - 1, -1, -1))
         self._groups: dict[tuple[str | None, frozenset[str] | None], _Group] = {}
+        self._ramps: dict[int, float] = {}
+        """When an endpoint returned, by slot, for those that are not yet up to their full share."""
         self._values = np.tile(_EMPTY_VALUES, (1, capacity))
         self._instants = np.tile(_EMPTY_INSTANTS, (1, capacity))
         self._bind()
@@ -139,7 +154,9 @@ class EndpointTable:
 
     # --- the set of endpoints -----------------------------------------------------------------------------------
 
-    def add(self, address: str, *, hardware_class: int, now_ms: float) -> Endpoint:
+    def add(
+        self, address: str, *, hardware_class: int, now_ms: float, role: Role = Role.BOTH, identity: str = ""
+    ) -> Endpoint:
         """Add `ip:port`, not ready; an endpoint that is there already is kept as it is, and un-retired."""
         endpoint = self._by_address.get(address)
         if endpoint is None:
@@ -152,6 +169,8 @@ class EndpointTable:
             self._by_slot[slot] = endpoint
             self._blank(slot)
         endpoint.retired = False
+        endpoint.role = role
+        endpoint.identity = identity
         endpoint.hardware_class = hardware_class
         self._values[_Value.HARDWARE_CLASS, endpoint.slot] = hardware_class
         self._groups.clear()
@@ -169,6 +188,7 @@ class EndpointTable:
         del self._by_address[endpoint.address]
         del self._by_slot[endpoint.slot]
         self._blank(endpoint.slot)
+        self._ramps.pop(endpoint.slot, None)
         self._free.append(endpoint.slot)
         self._groups.clear()
 
@@ -179,11 +199,14 @@ class EndpointTable:
         self._free = list(range(2 * old - 1, old - 1, -1))
         self._bind()
 
-    def set_ready(self, endpoint: Endpoint, ready: bool) -> bool:
-        """Whether this changed it."""
+    def set_ready(self, endpoint: Endpoint, ready: bool, now_ms: float | None = None) -> bool:
+        """Whether this changed it. One that returns at `now_ms` ramps up; without an instant it is there at once."""
         if endpoint.ready == ready:
             return False
         endpoint.ready = ready
+        if ready and endpoint.has_been_ready and now_ms is not None:
+            self._ramps[endpoint.slot] = now_ms
+        endpoint.has_been_ready = endpoint.has_been_ready or ready
         self._groups.clear()
         return True
 
@@ -199,6 +222,7 @@ class EndpointTable:
         endpoint.first_seen_ms = now_ms
         endpoint.incarnations += 1
         endpoint.models = None
+        self._ramps[endpoint.slot] = now_ms
         self._blank(endpoint.slot)
         self._values[_Value.HARDWARE_CLASS, endpoint.slot] = endpoint.hardware_class
         self._groups.clear()
@@ -271,12 +295,30 @@ class EndpointTable:
         `subset`: `ip:port` or bare `ip`; None is everyone. Raises NoEndpoint or ModelNotFound.
         """
         group = self._groups.get((model, subset)) or self._group(model, subset)
+        if self._ramps:
+            group = self._without_ramping(group, now_ms)
         return self._view(group, input_tokens, matched_tokens, now_ms)
 
     def everyone(self, subset: frozenset[str] | None, now_ms: float) -> Candidates:
         """The ready endpoints in the subset hint, whatever they serve, for an empty prompt. Raises NoEndpoint."""
         group = self._groups.get((None, subset)) or self._group(None, subset)
         return self._view(group, 0.0, np.zeros(self.capacity, np.float32), now_ms)
+
+    def _without_ramping(self, group: _Group, now_ms: float) -> _Group:
+        """Leave those out that have returned of late and have their share already; nobody, if that were everyone."""
+        for slot, returned_ms in list(self._ramps.items()):
+            if now_ms - returned_ms > _RAMP_MS:
+                del self._ramps[slot]
+        full = {
+            slot
+            for slot, returned_ms in self._ramps.items()
+            if self._pending[slot] + self._decoding[slot]
+            >= _RAMP_FIRST_REQUESTS * 2.0 ** (max(0.0, now_ms - returned_ms) / _RAMP_DOUBLING_MS)
+        }
+        kept = [i for i, slot in enumerate(group.slots.tolist()) if slot not in full] if full else []
+        if not full or not kept:
+            return group
+        return _Group(group.slots[kept], tuple(group.addresses[i] for i in kept))
 
     def view(self, slot: int, now_ms: float) -> Candidates:
         """One endpoint's columns, ready or not, for an empty prompt: for the admin pages."""
@@ -338,7 +380,7 @@ class EndpointTable:
         return group
 
     def _serving(self, model: str | None) -> list[Endpoint]:
-        present = [endpoint for endpoint in self if not endpoint.retired]
+        present = [endpoint for endpoint in self if not endpoint.retired and endpoint.role.decodes]
         if model is None:
             return present
         serving = [endpoint for endpoint in present if endpoint.models is not None and model in endpoint.models]

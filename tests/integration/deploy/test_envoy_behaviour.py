@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from deploy.local.envoy import MESSAGE_TIMEOUT_S, Address, EnvoyConfig, RouterAddress, render
-from services.router.state.discovery import resolve
+from services.router.discovery.names import resolve
 from shared import names
 from tests.fakes.access_log_receiver import AccessLogReceiver, access_log_receiver
 from tests.fakes.fake_model_server import FakeModelServer, Script, Seen, fake_model_server, stream_script

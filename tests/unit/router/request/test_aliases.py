@@ -68,3 +68,11 @@ def test_a_file_that_is_no_table_stops_the_start(text: str, tmp_path: Path) -> N
     file.write_text(text)
     with pytest.raises(FieldError, match="model_aliases_file"):
         alias_table({"y": "z"}, file)
+
+
+def test_a_rule_for_every_other_name_comes_after_the_table():
+    aliases = ModelAliases({"chat": "llama"}, {"fallback": 1})
+    assert aliases
+    assert (aliases.target("chat", 0.5), aliases.target("anything", 0.5)) == ("llama", "fallback")
+    assert aliases.target("fallback", 0.5) is None
+    assert ModelAliases({}, {"fallback": 1})

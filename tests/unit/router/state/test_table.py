@@ -3,6 +3,7 @@ import pytest
 
 from services.router.request.errors import RejectReason
 from services.router.state.errors import ModelNotFound, NoEndpoint
+from services.router.state.roles import Role
 from services.router.state.table import Endpoint, EndpointTable
 
 
@@ -238,3 +239,75 @@ def test_models_and_subsets_that_clients_make_up_are_not_remembered_without_boun
     for number in range(3_000):
         candidates(table, f"model-{number}")
     assert len(table._groups) <= 1_024
+
+
+def load(table: EndpointTable, endpoint: Endpoint, requests: int) -> None:
+    table.set_load(
+        endpoint.slot,
+        pending_tokens=0,
+        pending_requests=0,
+        oldest_pending_ms=float("inf"),
+        decoding_requests=requests,
+        decode_input_tokens=0,
+        decode_since_sum_ms=0,
+    )
+
+
+def returned(table: EndpointTable, endpoint: Endpoint, now_ms: float) -> None:
+    table.set_ready(endpoint, False, now_ms)
+    table.set_ready(endpoint, True, now_ms)
+
+
+def test_an_endpoint_that_returns_ramps_up():
+    table = EndpointTable()
+    steady, back = add(table, "10.0.0.1:8000", "m"), add(table, "10.0.0.2:8000", "m")
+    load(table, steady, 40)
+    returned(table, back, 1_000.0)
+    for now_ms, requests, is_candidate in [
+        (1_000.0, 0, True), (1_000.0, 1, True), (1_000.0, 2, False), (2_000.0, 3, True), (2_000.0, 4, False),
+        (5_000.0, 31, True), (5_000.0, 32, False), (11_500.0, 10_000, True), (1_000.0, 5, True),
+    ]:  # fmt: skip
+        load(table, back, requests)
+        assert ("10.0.0.2:8000" in candidates(table, now_ms=now_ms).addresses) is is_candidate
+
+
+def test_a_first_appearance_does_not_ramp_up():
+    table = EndpointTable()
+    add(table, "10.0.0.1:8000", "m")
+    new = table.add("10.0.0.2:8000", hardware_class=0, now_ms=0.0)
+    table.set_models(new, frozenset({"m"}))
+    table.set_ready(new, True, 0.0)
+    load(table, new, 50)
+    assert len(candidates(table, now_ms=1.0)) == 2
+
+
+def test_where_all_ramp_up_nobody_is_left_out():
+    table = EndpointTable()
+    for number in range(3):
+        endpoint = add(table, f"10.0.0.{number}:8000", "m")
+        returned(table, endpoint, 0.0)
+        load(table, endpoint, 10)
+    assert len(candidates(table, now_ms=1.0)) == 3
+
+
+def test_a_new_process_at_an_address_ramps_up():
+    table = EndpointTable()
+    add(table, "10.0.0.1:8000", "m")
+    renewed = add(table, "10.0.0.2:8000", "m")
+    table.renew(renewed, 7.0, 100.0)
+    table.set_models(renewed, frozenset({"m"}))
+    load(table, renewed, 3)
+    assert candidates(table, now_ms=100.0).addresses == ("10.0.0.1:8000",)
+
+
+ROLES = [("prefill", False), ("encode", False), ("decode", True), ("both", True)]
+
+
+@pytest.mark.parametrize(("role", "is_candidate"), ROLES)
+def test_only_endpoints_that_decode_are_candidates_for_a_whole_request(role, is_candidate):
+    table = EndpointTable()
+    add(table, "10.0.0.1:8000", "m")
+    other = table.add("10.0.0.2:8000", hardware_class=0, now_ms=0.0, role=Role(role))
+    table.set_models(other, frozenset({"m"}))
+    table.set_ready(other, True)
+    assert (len(candidates(table)) == 2) is is_candidate

@@ -4,18 +4,15 @@ import socket
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.router.discovery.endpoints import EndpointSpec, Lookup, address_of, one_family, parse_endpoints
+from services.router.discovery.follow import Discovery
+from services.router.discovery.names import NamesConfig, NamesSource
 from services.router.request.tokens import TokenEstimator
-from services.router.state.discovery import (
-    Discovery,
-    DiscoveryConfig,
-    EndpointSpec,
-    address_of,
-    one_family,
-    parse_endpoints,
-)
 from services.router.state.pool import PoolConfig, PoolState
-from shared.clock import SystemClock
+from services.router.state.roles import Role
 from shared.errors import FieldError
+from shared.lifecycle import Readiness
+from tests.fakes.manual_clock import ManualClock
 
 
 @pytest.mark.parametrize(
@@ -27,6 +24,9 @@ from shared.errors import FieldError
         ("http://llm:8000/", (EndpointSpec("llm", 8000),)),
         ("10.0.0.1:80;hardware_class=h100, llm:1", (EndpointSpec("10.0.0.1", 80, 2), EndpointSpec("llm", 1))),
         ("http://[::1]:8000 ; hardware_class=CPU", (EndpointSpec("::1", 8000, 19),)),
+        ("10.0.0.1:80;role=prefill", (EndpointSpec("10.0.0.1", 80, 0, Role.PREFILL),)),
+        ("dns://llm.pool:8000", (EndpointSpec("llm.pool", 8000, lookup=Lookup.DNS),)),
+        ("srv://_http._tcp.llm;role=both", (EndpointSpec("_http._tcp.llm", 0, lookup=Lookup.SRV),)),
     ],
 )
 def test_the_setting_is_read(text, specs):
@@ -47,6 +47,8 @@ def test_the_setting_is_read(text, specs):
         ("llm:8000;speed=2", "hardware_class"),
         ("llm:8000;hardware_class=abacus", "a100"),
         ("ok:1,llm", "entry 2"),
+        ("srv://llm:8000", "without a port"),
+        ("llm:1;role=cook", "prefill, decode"),
     ],
 )
 def test_a_wrong_entry_is_refused_by_its_place_and_what_is_allowed(text, says):
@@ -90,18 +92,24 @@ class Bed:
         self.pool = PoolState(PoolConfig(), salt=b"s", tokens=TokenEstimator())
         self.names = Names(**answers)
         self.registry = CollectorRegistry()
-        self.discovery = Discovery(
-            self.pool,
+        self.clock = ManualClock()
+        self.source = NamesSource(
             parse_endpoints(text),
-            clock=SystemClock(),
+            clock=self.clock,
             registry=self.registry,
             rng=random.Random(1),
-            config=DiscoveryConfig(gone_after=2),
+            config=NamesConfig(gone_after=2),
             resolver=self.names,
+        )
+        self.readiness = Readiness()
+        self.discovery = Discovery(
+            self.pool, [self.source], clock=self.clock, registry=self.registry, readiness=self.readiness
         )
 
     async def listed(self) -> list[str]:
-        await self.discovery.resolve_once()
+        self.clock.advance(20_000.0)
+        await self.source.look_up_due()
+        self.discovery.apply()
         return sorted(endpoint.address for endpoint in self.pool.table if not endpoint.retired)
 
 
@@ -146,3 +154,19 @@ async def test_an_address_listed_twice_is_one_endpoint():
     bed = Bed("10.0.0.1:8000;hardware_class=h100,llm:8000", llm=["10.0.0.1"])
     assert await bed.listed() == ["10.0.0.1:8000"]
     assert next(iter(bed.pool.table)).hardware_class == 2
+
+
+async def test_what_a_source_could_not_confirm_for_long_is_told_and_stays():
+    bed = Bed("llm:8000", llm=["10.0.0.1"])
+    await bed.listed()
+    assert "degraded" not in bed.readiness.report()
+    bed.names.answers["llm"] = OSError()
+    for _ in range(4):
+        await bed.listed()
+    assert "not confirmed for 80 s" in bed.readiness.report()["degraded"]["discovery: names"]
+    assert bed.readiness.ready
+    age = bed.registry.get_sample_value("leadtime_router_discovery_age_seconds", {"source": "names"})
+    assert age == 80.0
+    bed.names.answers["llm"] = ["10.0.0.1"]
+    assert await bed.listed() == ["10.0.0.1:8000"]
+    assert "degraded" not in bed.readiness.report()
