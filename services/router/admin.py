@@ -3,6 +3,7 @@
 Probes and metrics are open; everything else needs the bearer token where one is set.
 """
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Query
@@ -66,6 +67,12 @@ def admin_app(
             "rejected": {reason.value: count for reason, count in metrics.by_reason.items() if count},
             "bundles": metrics.bundle_versions,
             "inflight_requests": state.in_flight,
+            "waiting_room": {
+                "open": director.waiting_room.config is not None,
+                "waiting": len(director.waiting_room),
+                "by_priority": director.waiting_room.waiting_by_priority(),
+                **asdict(director.waiting_room.counts),
+            },
             "prediction": {"ttft": director.ttft_error.report()},
             "ladder": ladder.describe(),
         }

@@ -9,10 +9,13 @@ the request: it is told to `on_fault`, and the least loaded endpoint is taken.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from services.router.admission.outlook import outlook
+from services.router.admission.waiting_room import Outlook
 from services.router.predict.types import Prediction
 from services.router.request.inference_request import InferenceRequest
 from services.router.scheduling.decision import Decision
@@ -80,7 +83,26 @@ class DecisionCore:
 
     def schedule(self, prepared: Prepared, prediction: Prediction | None, elapsed_ms: float) -> Decision:
         """The policy's order of the candidates. `elapsed_ms`: since the request's receipt."""
-        context = Context(
+        try:
+            return self.pipeline.run(self._context(prepared, prediction, elapsed_ms), self._listed)
+        except Exception:  # a plugin's fault must not cost the request
+            self._on_fault("scheduling failed")
+            return least_loaded(prepared.candidates, self._listed)
+
+    def outlook(
+        self,
+        prepared: Prepared,
+        prediction: Prediction | None,
+        decision: Decision,
+        elapsed_ms: float,
+        hungry: Literal["any", "chosen"],
+    ) -> Outlook | None:
+        """What is predicted about holding this request; None: nothing, so that it isn't held."""
+        context = self.pipeline.produced(self._context(prepared, prediction, elapsed_ms))
+        return outlook(context, decision, hungry)
+
+    def _context(self, prepared: Prepared, prediction: Prediction | None, elapsed_ms: float) -> Context:
+        return Context(
             prepared.request,
             prepared.candidates,
             prediction,
@@ -88,11 +110,6 @@ class DecisionCore:
             elapsed_ms,
             prepared.expected_output_tokens,
         )
-        try:
-            return self.pipeline.run(context, self._listed)
-        except Exception:  # a plugin's fault must not cost the request
-            self._on_fault("scheduling failed")
-            return least_loaded(prepared.candidates, self._listed)
 
     def describe(
         self,
@@ -103,8 +120,12 @@ class DecisionCore:
         *,
         received_unix_ms: float,
         decision_ms: float,
+        queue_ms: float = 0.0,
     ) -> DecisionMetadata:
-        """What is written down of the decision: for Envoy, and through it for the one that learns from it."""
+        """What is written down of the decision: for Envoy, and through it for the one that learns from it.
+
+        `queue_ms`: held on purpose; `decision_ms`: the rest of the time since receipt.
+        """
         request, addresses = prepared.request, prepared.candidates.addresses
         return DecisionMetadata(
             version=DECISION_VERSION,
@@ -112,7 +133,7 @@ class DecisionCore:
             pool=self._pool,
             model=request.model,
             received_unix_ms=received_unix_ms,
-            queue_ms=0.0,
+            queue_ms=queue_ms,
             decision_ms=decision_ms,
             ttft_slo_ms=request.slo.ttft_ms,
             tpot_slo_ms=request.slo.tpot_ms,

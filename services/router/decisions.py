@@ -33,6 +33,7 @@ class DecisionRecord:
     predictions: Mapping[str, npt.NDArray[np.float32]] = field(repr=False)
     decision: Decision = field(repr=False)
     outcome: LatencySample | Unsampled | None = None
+    queue_ms: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, candidate by candidate, best first."""
@@ -49,6 +50,7 @@ class DecisionRecord:
             "bundle_version": self.bundle_version,
             "propensity": self.decision.propensity,
             "decision_ms": round(self.decision_ms, 3),
+            "queue_ms": round(self.queue_ms, 3),
             "listed": [self.addresses[i] for i in order],
             "filters": [
                 {"plugin": n.plugin, "kept": int(n.kept.sum()), "ignored": n.ignored, "chance": n.chance}

@@ -1,8 +1,8 @@
 """The conductor: one request, top to bottom.
 
-parse → snapshot → features → one prediction for all candidates → filters, scorers, picker → answer and ledger. All its
-inputs are handed in; it does no I/O of its own but awaits the prediction. Where Envoy shows the response, an observer
-per request makes its sample.
+parse → snapshot → features → one prediction for all candidates → filters, scorers, picker → (held) → answer and ledger.
+All its inputs are handed in; it does no I/O of its own but awaits the prediction. Where Envoy shows the response, an
+observer per request makes its sample.
 
 Fails open, and in time: whatever goes wrong, or takes longer than twice the decision budget, a request gets the least
 loaded endpoint and the fault is counted. Envoy can't be left to see to that: in full duplex it keeps no deadline and
@@ -11,14 +11,18 @@ by the router itself.
 """
 
 import asyncio
+import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
 import structlog
 
+from services.router.admission.holding import Holding
+from services.router.admission.waiting_room import Outlook, Waiter, WaitingRoom, WaitingRoomConfig
 from services.router.completion import CompletionObserver
 from services.router.core import DecisionCore, Prepared, least_loaded
 from services.router.decision_id import uuid7
@@ -66,6 +70,25 @@ class DirectorOptions:
     probe_user_agents: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """A request on its way to a decision. `received_ms`: monotonic, when its objectives' clock started."""
+
+    request: InferenceRequest
+    head: RequestHead
+    received_ms: float
+    received_unix_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Considered:
+    """What there is to decide with, and what the policy makes of it."""
+
+    prepared: Prepared
+    prediction: Prediction | None
+    decision: Decision
+
+
 class Director:
     """Decides each request; told of its end by the edge and of its outcome by the bus."""
 
@@ -94,6 +117,8 @@ class Director:
         self.decisions = DecisionLog()
         self.ttft_error = PredictionError()
         self._log_faults_at_ms = float("-inf")
+        self.waiting_room = WaitingRoom(pipeline.waiting_room)
+        self.holding: Holding[_Ticket, _Considered, Routed] = Holding(self.waiting_room, self, clock, metrics.waited)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -103,6 +128,11 @@ class Director:
     def use_pipeline(self, pipeline: Pipeline) -> None:
         """Decide by this one from the next request on."""
         self._core.pipeline = pipeline
+        self.holding.configure(pipeline.waiting_room)
+
+    def let_all_go(self) -> None:
+        """Hold nobody any more: the router is about to stop."""
+        self.holding.configure(None)
 
     def use_objectives(self, objectives: Objectives) -> None:
         """Read requests by this table from the next one on."""
@@ -112,8 +142,13 @@ class Director:
         """Read clients' names of models by this table from the next request on."""
         self._options = replace(self._options, aliases=aliases)
 
-    async def decide(self, head: RequestHead, body: bytes | None) -> Routed | RequestRejected:
-        """Find endpoints for one request; never raises for what a client sent."""
+    async def decide(
+        self, head: RequestHead, body: bytes | None, on_hold: Callable[[float], Awaitable[None]] | None = None
+    ) -> Routed | RequestRejected:
+        """Find endpoints for one request; never raises for what a client sent.
+
+        `on_hold` is awaited before a request is held on purpose, with the longest time that may take, ms.
+        """
         received_ms = self._clock.monotonic_ms()
         received_unix_ms = self._clock.unix_ms()
         try:
@@ -125,9 +160,7 @@ class Director:
             except UnsupportedEncoding:  # the model server may know it: routed unread rather than refused
                 return self._pass_through(head, received_unix_ms)
             try:
-                # The ladder keeps to the budget; this is for what doesn't.
-                async with asyncio.timeout(_DEADLINE_BUDGETS * self._options.decision_budget_ms / 1e3):
-                    routed = await self._route(request, head, received_ms, received_unix_ms)
+                routed = await self._route(_Ticket(request, head, received_ms, received_unix_ms), on_hold)
             except RequestRejected:
                 raise
             except Exception:  # a fault of ours must not cost the request
@@ -169,36 +202,70 @@ class Director:
             routed, body=named, removed_headers=(*routed.removed_headers, *sorted(removed)), restored=restored
         )
 
-    async def _route(
-        self, request: InferenceRequest, head: RequestHead, received_ms: float, received_unix_ms: float
-    ) -> Routed:
-        parsed_ms = self._clock.monotonic_ms()
-        self._metrics.stage("parse", parsed_ms - received_ms)
-        prepared = self._core.prepare(request, head.subset, parsed_ms)
-        started_ms = self._clock.monotonic_ms()
-        self._metrics.stage("features", started_ms - parsed_ms)
-        prediction = None
-        if request.prediction_wanted and self.pipeline.predicts:
-            prediction = await self._ladder.predict(
-                prepared.rows,
-                prepared.candidates.addresses,
-                prepared.backlog_tokens,
-                self._options.decision_budget_ms - (started_ms - received_ms),
-            )
-        predicted_ms = self._clock.monotonic_ms()
-        self._metrics.stage("predict", predicted_ms - started_ms)
-        decision = self._core.schedule(prepared, prediction, predicted_ms - received_ms)
-        now_ms = self._clock.monotonic_ms()
-        self._metrics.stage("policy", now_ms - predicted_ms)
+    async def _route(self, ticket: _Ticket, on_hold: Callable[[float], Awaitable[None]] | None) -> Routed:
+        self._metrics.stage("parse", self._clock.monotonic_ms() - ticket.received_ms)
+        considered = await self.consider(ticket)
+        if self.waiting_room.config is None:
+            return self.commit(ticket, considered, 0.0)
+        request = ticket.request
+        slo_ms = request.slo.ttft_ms
+        waiter = Waiter(
+            request.priority,
+            request.fairness_id,
+            math.inf if slo_ms is None else ticket.received_ms + slo_ms,
+            float(considered.prepared.candidates.uncached_tokens.min()),
+            ticket.received_ms,
+        )
+        on_hold = None if on_hold is None else partial(self._hold_for, on_hold)
+        return await self.holding.pass_or_wait(waiter, ticket, considered, on_hold)
+
+    async def _hold_for(self, on_hold: Callable[[float], Awaitable[None]], ttl_ms: float) -> None:
+        """What Envoy has to wait for at most: the hold, and a decision after it."""
+        await on_hold(ttl_ms + 2.0 * _DEADLINE_BUDGETS * self._options.decision_budget_ms)
+
+    async def consider(self, ticket: _Ticket) -> _Considered:
+        """Everything up to the decision, as things are now; raises RequestRejected, and TimeoutError past its time."""
+        # The ladder keeps to the budget; this is for what doesn't.
+        async with asyncio.timeout(_DEADLINE_BUDGETS * self._options.decision_budget_ms / 1e3):
+            began_ms = self._clock.monotonic_ms()
+            request = ticket.request
+            prepared = self._core.prepare(request, ticket.head.subset, began_ms)
+            started_ms = self._clock.monotonic_ms()
+            self._metrics.stage("features", started_ms - began_ms)
+            prediction = None
+            if request.prediction_wanted and self.pipeline.predicts:
+                prediction = await self._ladder.predict(
+                    prepared.rows,
+                    prepared.candidates.addresses,
+                    prepared.backlog_tokens,
+                    self._options.decision_budget_ms - (started_ms - began_ms),
+                )
+            predicted_ms = self._clock.monotonic_ms()
+            self._metrics.stage("predict", predicted_ms - started_ms)
+            decision = self._core.schedule(prepared, prediction, predicted_ms - ticket.received_ms)
+            self._metrics.stage("policy", self._clock.monotonic_ms() - predicted_ms)
         if decision.refusal is not None:
             raise Shed(RejectReason(decision.refusal.reason), decision.refusal.retry_after_ms)
+        return _Considered(prepared, prediction, decision)
 
-        decision_id = uuid7(received_unix_ms, secrets.randbits(74))
-        metadata = self._record(decision_id, prepared, prediction, decision, received_ms, received_unix_ms)
+    def outlook(self, ticket: _Ticket, considered: _Considered, config: WaitingRoomConfig) -> Outlook | None:
+        """What is predicted about holding a request; None: it isn't held."""
+        elapsed_ms = self._clock.monotonic_ms() - ticket.received_ms
+        return self._core.outlook(
+            considered.prepared, considered.prediction, considered.decision, elapsed_ms, config.hungry
+        )
+
+    def commit(self, ticket: _Ticket, considered: _Considered, queue_ms: float) -> Routed:
+        """Write the decision down, and count the request in."""
+        prediction, head = considered.prediction, ticket.head
+        decision_id = uuid7(ticket.received_unix_ms, secrets.randbits(74))
+        metadata = self._record(decision_id, ticket, considered, queue_ms)
         # Last: an entry whose id Envoy never gets would have no end.
-        self._core.dispatch(decision_id, prepared, prediction, decision, now_ms)
+        self._core.dispatch(
+            decision_id, considered.prepared, prediction, considered.decision, self._clock.monotonic_ms()
+        )
         sent_ms = self._clock.monotonic_ms()
-        self._metrics.decided(request.model, prediction, sent_ms - received_ms)
+        self._metrics.decided(ticket.request.model, prediction, sent_ms - ticket.received_ms - queue_ms)
         if self._completions is not None and head.response_shown:
             self._observe_response(metadata, head, sent_ms)
         return Routed(
@@ -207,6 +274,10 @@ class Director:
             encode_decision(metadata),
             removed_headers=self._removed_headers(head),
         )
+
+    def undo(self, result: Routed) -> None:
+        """The client left before it had its answer."""
+        self.finished(result.decision_id, completed=False)
 
     def _removed_headers(self, head: RequestHead) -> tuple[str, ...]:
         return () if self._options.forward_control_headers else control_headers(head.headers)
@@ -242,34 +313,29 @@ class Director:
             self._log_faults_at_ms = now_ms + _LOG_AGAIN_MS
             self._log.exception(event)
 
-    def _record(
-        self,
-        decision_id: str,
-        prepared: Prepared,
-        prediction: Prediction | None,
-        decision: Decision,
-        received_ms: float,
-        received_unix_ms: float,
-    ) -> DecisionMetadata:
+    def _record(self, decision_id: str, ticket: _Ticket, considered: _Considered, queue_ms: float) -> DecisionMetadata:
         """Write the decision down: for those who ask the router, and for the one that learns from it."""
-        decision_ms = self._clock.monotonic_ms() - received_ms
+        prepared, prediction, decision = considered.prepared, considered.prediction, considered.decision
+        decision_ms = self._clock.monotonic_ms() - ticket.received_ms - queue_ms
         metadata = self._core.describe(
             decision_id,
             prepared,
             prediction,
             decision,
-            received_unix_ms=received_unix_ms,
+            received_unix_ms=ticket.received_unix_ms,
             decision_ms=decision_ms,
+            queue_ms=queue_ms,
         )
         self.decisions.add(
             DecisionRecord(
                 decision_id=decision_id,
-                received_unix_ms=received_unix_ms,
+                received_unix_ms=ticket.received_unix_ms,
                 model=metadata.model,
                 input_tokens=prepared.request.input_tokens,
                 rung=metadata.rung,
                 bundle_version=metadata.bundle_version,
                 decision_ms=decision_ms,
+                queue_ms=queue_ms,
                 addresses=prepared.candidates.addresses,
                 rows=prepared.rows,
                 predictions=prediction.columns if prediction else {},
@@ -299,6 +365,7 @@ class Director:
         """The request is over, however it ended: out of the ledger, and a sample of what was seen of its response."""
         now_ms = self._clock.monotonic_ms()
         self._state.finish(decision_id, now_ms, completed=completed)
+        self.holding.wake()
         observer = self._observers.pop(decision_id, None)
         if observer is not None:
             observer.closed(now_ms)
@@ -325,6 +392,7 @@ class Director:
         self.served(sample.decision_id, sample.endpoint)
         self._state.observe_outcome(sample, self._clock.monotonic_ms())
         self.decisions.observe(sample)
+        self.holding.wake()
         predicted = (sample.prediction or {}).get("ttft_p50")
         if predicted and predicted > 0 and sample.ttft_ms:
             self.ttft_error.observe(predicted, sample.ttft_ms)

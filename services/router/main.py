@@ -17,6 +17,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from services.router.admin import admin_app
+from services.router.admission.exposition import WaitingRoomCollector
 from services.router.alias_file import alias_table
 from services.router.director import Director, DirectorOptions
 from services.router.discovery.build import feed, sources
@@ -112,6 +113,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
             np.random.default_rng(),
             sink.offer if sink else None,
         )
+        registry.register(WaitingRoomCollector(director.waiting_room))
         policies.on_pipeline = director.use_pipeline
         policies.on_objectives = director.use_objectives
         if kubernetes is not None:
@@ -130,7 +132,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
         app = admin_app(settings, readiness, registry, director, state, ladder, metrics, clock, policies)
         async with (
             serve_http(app, settings.http_host, settings.http_port) as http,
-            background(stop, discovery.run(), scraper.run(), outcomes.run(), policies.run()),
+            background(stop, discovery.run(), scraper.run(), outcomes.run(), policies.run(), director.holding.run()),
         ):
             await _first_endpoint(state, stop)
             ports = await extproc.start(
@@ -140,6 +142,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
                 log.info("router serving", extproc_port=ports[0], health_port=ports[1], http_port=http[1])
                 await stop.wait()
                 readiness.stopping = True
+                director.let_all_go()
                 await extproc.stop(settings.drain_s)
 
 

@@ -14,6 +14,7 @@ from shared.telemetry import STEP_BUCKETS_S, seconds
 from shared.verdicts import Note, Reason
 
 _MAX_MODELS: Final = 64
+WAIT_BUCKETS_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class RouterMetrics:
@@ -43,6 +44,12 @@ class RouterMetrics:
         )
         self._decision = Histogram(
             "leadtime_router_decision_seconds", "Receipt to answer.", buckets=STEP_BUCKETS_S, registry=registry
+        )
+        self._waited = Histogram(
+            "leadtime_router_waiting_seconds",
+            "Time that requests were held on purpose before they went.",
+            buckets=WAIT_BUCKETS_S,
+            registry=registry,
         )
         stages = Histogram(
             "leadtime_router_stage_seconds",
@@ -80,6 +87,9 @@ class RouterMetrics:
             self._count_bundle(prediction.bundle_version)
         self._child(model, rung).inc()
         self._decision.observe(seconds(duration_ms))
+
+    def waited(self, queue_ms: float) -> None:
+        self._waited.observe(seconds(queue_ms))
 
     def rejected(self, reason: RejectReason) -> None:
         self.by_reason[reason] += 1

@@ -14,7 +14,7 @@ class FakeDirector:
     address: str = "127.0.0.1:1"
     asked: int = 0
 
-    async def decide(self, head: RequestHead, body: bytes | None) -> Routed:
+    async def decide(self, head: RequestHead, body: bytes | None, on_hold: object = None) -> Routed:
         self.asked += 1
         return Routed((self.address,), "id", None)
 

@@ -31,6 +31,8 @@ class Script:
     """Reset the connection after the last write instead of ending the answer."""
     counted: bool = False
     """Say the body's length in place of sending it in chunks."""
+    gate: asyncio.Event | None = None
+    """Answer nothing before it is set."""
 
     @property
     def body(self) -> bytes:
@@ -102,6 +104,8 @@ class FakeModelServer:
         self, script: Script, written: list[float], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
         loop = asyncio.get_running_loop()
+        if script.gate is not None:
+            await script.gate.wait()
         begin = loop.time()
         await asyncio.sleep(script.header_delay_ms / 1e3)
         if script.refuses:

@@ -239,6 +239,13 @@ def _header(name: str, value: str) -> base_pb2.HeaderValueOption:
     )
 
 
+def more_time(longest_ms: float) -> ep.ProcessingResponse:
+    """Asks Envoy to wait so long for the answer to the present phase, once; it grants its `max_message_timeout`."""
+    response = ep.ProcessingResponse()
+    response.override_message_timeout.FromMilliseconds(max(int(longest_ms), 1))
+    return response
+
+
 def immediate(rejection: RequestRejected) -> ep.ProcessingResponse:
     """A rejection as Envoy's immediate response, in whichever phase it falls."""
     headers = [_header("content-type", "application/json"), _header(REASON, rejection.reason.value)]

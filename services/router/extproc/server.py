@@ -8,7 +8,9 @@ router learns that a request has left its endpoint, at no cost per token where t
 import asyncio
 import contextlib
 import hmac
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 import grpc
@@ -43,8 +45,13 @@ HEALTH_SERVICES: Final = ("", "liveness", "readiness", SERVICE)
 class Director(Protocol):
     """What the edge needs of the conductor."""
 
-    async def decide(self, head: RequestHead, body: bytes | None) -> Routed | RequestRejected:
-        """Within its own deadline, whatever fails: in full duplex Envoy has none."""
+    async def decide(
+        self, head: RequestHead, body: bytes | None, on_hold: Callable[[float], Awaitable[None]] | None = None
+    ) -> Routed | RequestRejected:
+        """Within its own deadline, whatever fails: in full duplex Envoy has none.
+
+        Longer only after `on_hold` has been awaited, with the longest time that may take, ms.
+        """
         ...
 
     def response_observer(self, decision_id: str) -> ResponseObserver | None:
@@ -201,7 +208,9 @@ class ExtProcServer:
                 case Send():
                     await context.write(effect.message)
                 case Decide():
-                    result = await self._director.decide(effect.head, effect.body)
+                    result = await self._director.decide(
+                        effect.head, effect.body, partial(self._more_time, run, context)
+                    )
                     if isinstance(result, Routed):
                         run.decision_id = result.decision_id
                     await self._carry_out(run, run.stream.decided(result), context)
@@ -213,6 +222,9 @@ class ExtProcServer:
                     self._log.error("restoring a model's name failed", error=effect.error)
                 case ResponseHead() | ResponseChunk() | ResponseEnd():
                     self._show(run, effect)
+
+    async def _more_time(self, run: "_Run", context: Any, longest_ms: float) -> None:
+        await self._carry_out(run, run.stream.more_time(longest_ms), context)
 
     def _show(self, run: "_Run", effect: ResponseHead | ResponseChunk | ResponseEnd) -> None:
         """Tell the observer, whose fault must not cost a response that is under way."""

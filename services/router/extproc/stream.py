@@ -199,6 +199,15 @@ class Stream:
             case kind:
                 return [Abort(f"unexpected_{kind}")]
 
+    def more_time(self, longest_ms: float) -> list[Effect]:
+        """The decision will take up to so long, on purpose: what Envoy has to be told.
+
+        In full duplex nothing: it keeps no time there.
+        """
+        if self._phase is not _Phase.DECIDING or self._request_mode == BodyMode.FULL_DUPLEX_STREAMED:
+            return []
+        return [Send(messages.more_time(longest_ms))]
+
     def decided(self, result: Routed | RequestRejected) -> list[Effect]:
         """The result of the last Decide → the messages that answer its phase."""
         if self._phase is not _Phase.DECIDING:

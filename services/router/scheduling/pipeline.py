@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from services.router.admission.waiting_room import WaitingRoomConfig
 from services.router.scheduling.decision import Decision, Narrowing, Opinion
 from services.router.scheduling.interfaces import (
     Admitter,
@@ -57,7 +58,7 @@ class WeightedScorer:
 class Pipeline:
     """One profile, ready to run. Cheap to build; its only state is what its picker counts."""
 
-    __slots__ = ("_admitters", "_fallback", "_filters", "_picker", "_producer", "_scorers", "profile")
+    __slots__ = ("_admitters", "_fallback", "_filters", "_picker", "_producer", "_scorers", "profile", "waiting_room")
 
     def __init__(
         self,
@@ -69,9 +70,11 @@ class Pipeline:
         *,
         producer: Producer | None = None,
         admitters: tuple[Admitter, ...] = (),
+        waiting_room: WaitingRoomConfig | None = None,
     ) -> None:
-        """Without a `producer` the prediction is used as it comes."""
+        """Without a `producer` the prediction is used as it comes. `waiting_room`: how requests are held, or None."""
         self.profile = profile
+        self.waiting_room = waiting_room
         self._producer = producer
         self._admitters = admitters
         self._filters = tuple((named.name, _exploring(named.plugin)) for named in filters)
@@ -84,13 +87,16 @@ class Pipeline:
         """Whether this profile wants the model to be asked."""
         return self._producer is None or self._producer.predicts
 
+    def produced(self, context: Context) -> Context:
+        """The context as the profile's producer makes it, which is what its plugins see."""
+        return context if self._producer is None else self._producer.produce(context)
+
     def run(self, context: Context, count: int = DEFAULT_COUNT) -> Decision:
         """Decide for one request; raises ValueError without a candidate or for a `count` below 1."""
         candidates = len(context.candidates)
         if candidates < 1 or count < 1:
             raise ValueError(f"{candidates} candidates, count {count}: allowed: at least 1 of each")
-        if self._producer is not None:
-            context = self._producer.produce(context)
+        context = self.produced(context)
         refusal: Refusal | None = None
         for admitter in self._admitters:
             refusal = admitter.admit(context)
@@ -128,8 +134,7 @@ class Pipeline:
 
         For estimates of what this profile would have done; sums to 1. No lot is drawn.
         """
-        if self._producer is not None:
-            context = self._producer.produce(context)
+        context = self.produced(context)
         return self._spread(context, np.ones(len(context.candidates), np.bool_), 0)
 
     def _spread(self, context: Context, alive: Mask, stage: int) -> npt.NDArray[np.float64]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
+from services.router.admission.waiting_room import WaitingRoomConfig
 from services.router.scheduling.config import StrictConfig, validated
 from services.router.scheduling.pipeline import NamedFilter, Pipeline, WeightedScorer
 from services.router.scheduling.registry import Kind, Plugin, Registry
@@ -47,6 +48,7 @@ class Profile:
     fallback: str | None
     producer: Choice | None = None
     admitters: tuple[Choice, ...] = ()
+    waiting_room: WaitingRoomConfig | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The whole profile with every value that holds, defaults too, as it could be written."""
@@ -58,6 +60,7 @@ class Profile:
             "filters": [choice.as_dict() for choice in self.filters],
             "scorers": [{**choice.as_dict(), "weight": choice.weight} for choice in self.scorers],
             "picker": self.picker.as_dict(),
+            "waiting_room": None if self.waiting_room is None else self.waiting_room.model_dump(),
             "fallback": self.fallback,
         }
 
@@ -79,6 +82,7 @@ class _ProfileDocument(StrictConfig):
     filters: list[_PluginDocument] = Field(default_factory=list)
     scorers: list[_ScorerDocument] = Field(default_factory=list)
     picker: _PluginDocument
+    waiting_room: WaitingRoomConfig | None = None
     fallback: str | None = None
 
 
@@ -112,6 +116,7 @@ def parse_profile(text: str, source: str, registry: Registry) -> Profile:
         fallback=parsed.fallback,
         producer=None if parsed.producer is None else _choice(Kind.PRODUCER, parsed.producer, where, registry),
         admitters=tuple(_choice(Kind.ADMITTER, admitter, where, registry) for admitter in parsed.admitters),
+        waiting_room=parsed.waiting_room,
     )
 
 
@@ -166,6 +171,7 @@ class Profiles:
             None if profile.fallback is None else self.pipeline(profile.fallback),
             producer=None if profile.producer is None else profile.producer.build(),
             admitters=tuple(choice.build() for choice in profile.admitters),
+            waiting_room=profile.waiting_room,
         )
 
 

@@ -158,6 +158,7 @@ async def test_without_a_prediction_the_fallback_profile_decides() -> None:
 async def test_a_plugin_that_fails_costs_no_request() -> None:
     class Broken:
         predicts = True
+        waiting_room = None
         profile = "broken"
 
         def run(self, context: Any, count: int) -> Any:

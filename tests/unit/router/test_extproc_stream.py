@@ -476,3 +476,24 @@ def test_a_thousand_chunks_of_one_byte_pass() -> None:
     body = bytes(range(256)) * 4
     sequence = [duplex_headers(), *(body_message(bytes([b]), end_of_stream=False) for b in body), body_message(b"")]
     assert chunks(run(sequence), "request_body") == [(body, True)]
+
+
+# --- requests held on purpose ----------------------------------------------------------------------------------------
+
+
+def test_envoy_is_asked_for_more_time_where_it_keeps_time() -> None:
+    stream = Stream(CAP)
+    stream.receive(headers())
+    assert stream.more_time(5_000.0) == [], "nothing is being decided yet"
+    decide(stream.receive(body_message(b"{}")))
+    (message,) = sent(stream.more_time(1_500.4))
+    assert message.override_message_timeout.ToMilliseconds() == 1_500
+    assert message.WhichOneof("response") is None
+    assert kinds(stream.decided(ROUTED)) == ["request_body"]
+
+
+def test_in_full_duplex_envoy_keeps_no_time_and_is_asked_for_none() -> None:
+    stream = Stream(CAP)
+    stream.receive(duplex_headers())
+    decide(stream.receive(body_message(b"{}")))
+    assert stream.more_time(5_000.0) == []
