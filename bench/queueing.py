@@ -20,7 +20,7 @@ import numpy.typing as npt
 from shared.features import SCHEMA, FloatMatrix, hardware_code
 from shared.samples import LatencySample, Outcome, Rung, TtftSource
 
-EPOCH_UNIX_MS = 1_800_000_000_000.0
+EPOCH_UNIX_MS = 1_700_000_000_000.0
 SCRAPE_INTERVAL_MS = 200.0
 KV_CAPACITY_TOKENS = 200_000.0
 

@@ -194,8 +194,9 @@ def intake(count: int) -> dict[str, float]:
     if report.champion is None:
         raise SystemExit(f"the model was refused: {report.verdict}")
     check, window = Intake("default", remembered=count), SampleWindow()
+    now_unix_ms = time.time() * 1e3
     began = time.process_time()
-    taken = [outcome for message in messages if isinstance(outcome := check.examine(message), Taken)]
+    taken = [outcome for message in messages if isinstance(outcome := check.examine(message, now_unix_ms), Taken)]
     checked = time.process_time()
     for one in taken:
         window.add(one.row, one.targets, one.sample.endpoint)

@@ -27,6 +27,7 @@ from services.trainer.intake import POISON, Intake, Reject, Taken
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.settings import TrainerSettings
 from shared.cancellation import raise_if_cancelled
+from shared.clock import Clock
 from shared.names import SAMPLES_STREAM, samples_subject, trainer_durable
 from shared.streams import migration, samples_stream_config
 
@@ -52,6 +53,7 @@ class SampleConsumer:
         sink: Sink,
         on_rebuilt: Callable[[], None],
         metrics: TrainerMetrics,
+        clock: Clock,
     ) -> None:
         """`sink(taken, replayed)` gets what was taken of each batch, `on_rebuilt` is called when a replay is over."""
         self._settings = settings
@@ -59,6 +61,7 @@ class SampleConsumer:
         self._sink = sink
         self._on_rebuilt = on_rebuilt
         self._metrics = metrics
+        self._clock = clock
         self._dead_letters = DeadLetters(settings.pool, settings.stream, metrics)
         self._log = structlog.get_logger()
         self._subject = samples_subject(settings.pool)
@@ -253,8 +256,9 @@ class SampleConsumer:
         """Hand on what teaches; returns how many did, and the poison by its position."""
         taken: list[Taken] = []
         poison: dict[int, Reject] = {}
+        now_unix_ms = self._clock.unix_ms()
         for position, message in enumerate(messages):
-            outcome = self._intake.examine(message.data)
+            outcome = self._intake.examine(message.data, now_unix_ms)
             if isinstance(outcome, Taken):
                 taken.append(outcome)
                 continue

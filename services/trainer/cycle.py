@@ -66,6 +66,8 @@ class CycleReport:
     groups: Mapping[str, Mapping[str, TargetMetrics]] = field(default_factory=dict)
     censored_beyond_p90: float | None = None
     gains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    disbelieved: Mapping[str, int] = field(default_factory=dict)
+    """Per target, rows left out of the fit since their labels can't be true"""
     converter: str = ""
     parity: Parity | None = None
     tensor: TensorOutcome | None = None
@@ -116,6 +118,7 @@ def _fit_and_judge(
         },
         censored_beyond_p90=censored_beyond_p90(model.predict(snapshot.censored_rows), outputs, snapshot.censored_ms),
         gains=model.gains(),
+        disbelieved=model.disbelieved,
     )
     if not report.verdict.accepted:
         return report

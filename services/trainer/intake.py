@@ -24,6 +24,11 @@ _DEGENERATE_MIN_TOKENS: Final = 10
 _HEALTH_RATE: Final = 0.01
 _HEALTH_MIN_SAMPLES: Final = 50
 UNHEALTHY_SHARE: Final = 0.2
+# A stamp further ahead is nobody's clock skew. Generous, since this process's own clock may be the wrong one.
+FUTURE_MS: Final = 86_400_000.0
+# Labels come from one clock, rounded to microseconds; TPOT also from a count of tokens.
+_SLACK_RATIO: Final = 1.01
+_SLACK_MS: Final = 5.0
 
 
 class Reject(StrEnum):
@@ -34,6 +39,8 @@ class Reject(StrEnum):
     SCHEMA = "schema"
     OUTCOME = "outcome"
     NO_LABEL = "no_label"
+    CLOCK = "clock"
+    INCONSISTENT = "inconsistent"
     DUPLICATE = "duplicate"
 
 
@@ -63,7 +70,7 @@ class Intake:
         self._remembered = remembered
         self._seen: OrderedDict[str, None] = OrderedDict()
 
-    def examine(self, data: bytes) -> Taken | Reject:
+    def examine(self, data: bytes, now_unix_ms: float) -> Taken | Reject:
         """What one message holds; a sample that is taken is a double from then on."""
         try:
             sample = decode_sample(data)
@@ -75,6 +82,8 @@ class Intake:
             return Reject.SCHEMA
         if sample.decision_id in self._seen:
             return Reject.DUPLICATE
+        if max(sample.received_unix_ms, sample.completed_unix_ms) > now_unix_ms + FUTURE_MS:
+            return Reject.CLOCK
         taken = _classify(sample)
         if isinstance(taken, Taken):
             self._seen[sample.decision_id] = None
@@ -91,11 +100,23 @@ def _classify(sample: LatencySample) -> Taken | Reject:
         return Taken(sample, row, {}, sample.e2e_ms)
     if sample.outcome is not Outcome.OK:
         return Reject.OUTCOME
+    if not _consistent(sample):
+        return Reject.INCONSISTENT
     labels = {"ttft": sample.ttft_ms, "tpot": sample.tpot_ms, "e2e": sample.e2e_ms}
     if not sample.streamed:
         labels |= {"ttft": None, "tpot": None}
     targets = {target: value for target in TARGETS if (value := labels[target]) is not None}
     return Taken(sample, row, targets) if targets else Reject.NO_LABEL
+
+
+def _consistent(sample: LatencySample) -> bool:
+    """Whether the first token and those after it fit into the whole."""
+    if sample.e2e_ms is None:
+        return True
+    part_ms = sample.ttft_ms or 0.0
+    if sample.tpot_ms is not None and sample.output_tokens and not sample.output_tokens_estimated:
+        part_ms += sample.tpot_ms * (sample.output_tokens - 1)
+    return part_ms <= _SLACK_RATIO * sample.e2e_ms + _SLACK_MS
 
 
 class LabelHealth:

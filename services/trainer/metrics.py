@@ -67,6 +67,11 @@ class TrainerMetrics:
             registry=registry,
         )  # fmt: skip
 
+        self._disbelieved = Gauge(
+            "leadtime_trainer_disbelieved_rows", "Rows that the last fit left out: their labels can't be true.",
+            ["target"], registry=registry,
+        )  # fmt: skip
+
     def watch(
         self,
         *,
@@ -93,6 +98,9 @@ class TrainerMetrics:
 
     def rejected(self, reason: Reject, count: int = 1) -> None:
         self._rejected.labels(reason.value).inc(count)
+
+    def disbelieved(self, target: str, rows: int) -> None:
+        self._disbelieved.labels(target).set(rows)
 
     def stream_failed(self) -> None:
         self._stream_errors.inc()

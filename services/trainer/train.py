@@ -13,7 +13,7 @@ Limits: NaN never enters a tree. One booster per output: multi-quantile and log-
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +22,7 @@ import xgboost as xgb
 from scipy.optimize import nnls
 
 from services.trainer.basis import Basis, basis_of, tree_matrix, tree_names
+from services.trainer.outliers import believed
 from services.trainer.window import Snapshot, held_out_rows
 from shared.features import SCHEMA, FloatMatrix
 from shared.prediction import IN_RANGE, OUTPUTS, TARGETS
@@ -128,6 +129,8 @@ class LatencyModel:
     feature_high: FloatMatrix
     seen_classes: npt.NDArray[np.bool_]
     """(256,): hardware codes among the fitted rows"""
+    disbelieved: Mapping[str, int] = field(default_factory=dict)
+    """Per target, rows that weren't fitted on since their labels can't be true"""
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -186,10 +189,14 @@ def fit(snapshot: Snapshot, options: FitOptions, *, min_rows: int = 8) -> Latenc
     weights = snapshot.weights(options.half_life_samples, options.weight_floor)
     models: dict[str, TargetModel] = {}
     used = np.zeros(len(snapshot), np.bool_)
+    _, endpoints = np.unique(np.array(snapshot.endpoints), return_inverse=True)
+    disbelieved: dict[str, int] = {}
     for target in TARGETS:
-        positions, _ = split(snapshot, target, options.held_out_fraction)
-        if len(positions) < min_rows:
+        offered, _ = split(snapshot, target, options.held_out_fraction)
+        if len(offered) < min_rows:
             continue
+        positions = offered[_believed(target, snapshot, offered, weights, endpoints, options)]
+        disbelieved[target] = len(offered) - len(positions)
         y = snapshot.targets[target][positions]
         models[target] = fit_target(target, snapshot.rows[positions], y, weights[positions], options)
         used[positions] = True
@@ -198,7 +205,26 @@ def fit(snapshot: Snapshot, options: FitOptions, *, min_rows: int = 8) -> Latenc
     rows = snapshot.rows[used]
     seen = np.zeros(HARDWARE_CODES, np.bool_)
     seen[rows[:, SCHEMA.index["hardware_class"]].astype(np.int64)] = True
-    return LatencyModel(models, rows.min(axis=0), rows.max(axis=0), seen)
+    return LatencyModel(models, rows.min(axis=0), rows.max(axis=0), seen, disbelieved)
+
+
+def _believed(
+    target: str,
+    snapshot: Snapshot,
+    positions: Positions,
+    weights: npt.NDArray[np.float32],
+    endpoints: npt.NDArray[np.int64],
+    options: FitOptions,
+) -> npt.NDArray[np.bool_]:
+    """Which of these rows have labels to fit on, judged by the base alone."""
+    rows, y_ms, own_weights = snapshot.rows[positions], snapshot.targets[target][positions], weights[positions]
+    basis = basis_of(target)
+
+    def errors_of(kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
+        base = fit_base(basis, rows[kept], y_ms[kept], own_weights[kept], options)
+        return np.asarray(np.log(y_ms) - np.log(base.predict(rows)), np.float32)
+
+    return believed(errors_of, endpoints[positions])
 
 
 def fit_target(

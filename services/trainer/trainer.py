@@ -70,6 +70,7 @@ class Trainer:
             self.take,
             self._on_rebuilt,
             metrics,
+            clock,
         )
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="fit")
         self._active = False
@@ -204,6 +205,8 @@ class Trainer:
     def _record(self, report: CycleReport) -> None:
         verdict = report.verdict
         self._metrics.cycle_ended(verdict.reason, report.wall_ms, report.cpu_ms)
+        for target, rows in report.disbelieved.items():
+            self._metrics.disbelieved(target, rows)
         if report.parity is not None:
             self._metrics.parity_checked("tree_ensemble", report.parity.max_relative_error)
         if report.tensor is not None:
@@ -375,6 +378,7 @@ def report_view(report: CycleReport) -> dict[str, Any]:
         },
         "censored_beyond_p90": report.censored_beyond_p90,
         "gains": report.gains,
+        "disbelieved_rows": dict(report.disbelieved),
         "converter": report.converter,
         "parity": asdict(report.parity) if report.parity else None,
         "tensor": asdict(report.tensor) if report.tensor else None,

@@ -71,7 +71,7 @@ class Learning:
 
     def take(self, samples: Sequence[LatencySample]) -> None:
         """Completed requests as the stream would deliver them."""
-        taken = [self._intake.examine(encode_sample(sample)) for sample in samples]
+        taken = [self._intake.examine(encode_sample(sample), sample.completed_unix_ms) for sample in samples]
         self._learner.take([item for item in taken if isinstance(item, Taken)])
 
     def tick(self, now_ms: float) -> None:
