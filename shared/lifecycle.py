@@ -1,9 +1,10 @@
 """How every service starts, answers probes and stops: the same in all four.
 
 `run` reads the settings, configures logging, runs the service's composition root on uvloop and hands it a stop event
-that SIGTERM or SIGINT sets; a second signal ends the process at once. `probe_app` gives `/healthz`, `/readyz` and
-`/metrics`; a service adds its routes to it. `serve_http` serves an app on a socket that is bound first, so that port 0
-works and a taken port stops the start. `background` runs what goes on beside the server.
+that SIGTERM or SIGINT sets; a second signal ends the process at once, and so does a watchdog when the loop is frozen.
+`probe_app` gives `/healthz`, `/readyz` and `/metrics`; a service adds its routes to it. `serve_http` serves an app on a
+socket that is bound first, so that port 0 works and a taken port stops the start. `background` runs what goes on beside
+the server.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from shared import settings as settings_module
 from shared.errors import ConfigurationError
 from shared.settings import ServiceSettings, is_loopback
 from shared.telemetry import configure_logging
+from shared.watchdog import Watchdog
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 EXIT_CONFIGURATION = 78  # EX_CONFIG of sysexits.h
@@ -105,7 +107,12 @@ async def _run(service: str, settings: Settings, build: Callable[[Settings, asyn
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     log.info("service starting", service=service, pool=settings.pool)
-    await build(settings, stop)
+    watchdog = Watchdog(settings.watchdog_s)
+    watchdog.start()
+    try:
+        await build(settings, stop)
+    finally:
+        watchdog.stop()
     log.info("service stopped", service=service)
 
 

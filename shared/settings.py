@@ -226,6 +226,8 @@ class ServiceSettings(_Block):
     """0 takes a free port; the service logs which."""
     http_token: SecretStr | None = None
     """Bearer token of calls that change or disclose something; needed when `http_host` isn't loopback."""
+    watchdog_s: Annotated[float, Field(ge=0, le=3_600)] = 60.0
+    """A process whose event loop is frozen for so long is ended, with every thread's stack; 0: never."""
     telemetry: TelemetrySettings = Field(default_factory=TelemetrySettings)
 
     @field_validator("pool")

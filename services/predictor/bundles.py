@@ -98,6 +98,8 @@ class BundleWatch:
             pointer = await self._get(bundle_pointer_key(slot.pool, SCHEMA_HASH))
             version = gate.wanted(pointer, self._clock.monotonic_ms())
             if version is None:
+                if slot.current is None:
+                    self._readiness.unmet(condition(slot.pool), "none published, or not another one yet")
                 return
             blob = await self._get(bundle_key(slot.pool, SCHEMA_HASH, version))
             started_ms = self._clock.monotonic_ms()
@@ -160,3 +162,6 @@ class BundleWatch:
         if self._connected:
             self._connected = False
             self._log.warning("redis is away; the bundles in use stay", error=type(error).__name__)
+        for slot, _ in self._watched:
+            if slot.current is None:
+                self._readiness.unmet(condition(slot.pool), f"redis: {type(error).__name__}")

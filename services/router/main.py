@@ -143,7 +143,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
                 await stop.wait()
                 readiness.stopping = True
                 director.let_all_go()
-                await extproc.stop(settings.drain_s)
+                await extproc.stop(settings.drain_s, lame_duck_s=settings.lame_duck_s)
 
 
 @contextlib.asynccontextmanager

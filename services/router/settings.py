@@ -106,8 +106,12 @@ class RouterSettings(ServiceSettings):
     scrape_stale_ms: PositiveMs = 5_000.0
     """Older scraped values count as unknown."""
     resolve_interval_s: Annotated[float, Field(gt=0, le=3_600)] = 10.0
+    watchdog_s: Annotated[float, Field(ge=0, le=3_600)] = 10.0
+    """A router whose event loop is frozen for so long is ended; 0: never. Requests wait for it meanwhile."""
+    lame_duck_s: Annotated[float, Field(ge=0, le=3_600)] = 1.5
+    """How long after SIGTERM new requests are still taken, while Envoy's health checks learn of it."""
     drain_s: Annotated[float, Field(ge=0, le=3_600)] = 5.0
-    """How long running requests may go on after SIGTERM."""
+    """How long running requests may go on after that."""
     nats: NatsSettings = Field(default_factory=NatsSettings)
     redis: RedisSettings = Field(default_factory=RedisSettings)
 

@@ -103,6 +103,7 @@ class ExtProcServer:
         self._health = health.aio.HealthServicer()
         self._servers: list[grpc.aio.Server] = []
         self._streams = 0
+        self._called = False
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -160,10 +161,14 @@ class ExtProcServer:
             status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
             await self._health.set(name, status)
 
-    async def stop(self, grace_s: float) -> None:
-        """Refuse new streams' health, let the running ones end within the grace, then close."""
+    async def stop(self, grace_s: float, *, lame_duck_s: float = 0.0) -> None:
+        """Turn health to NOT_SERVING; take new streams for as long as Envoy may need to see that, if it ever sent one;
+        let the running ones end within the grace; close.
+        """
         self._stopping = True
         await self.set_ready(False)
+        if self._called:
+            await asyncio.sleep(lame_duck_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
@@ -250,6 +255,7 @@ class ExtProcServer:
         await context.abort(grpc.StatusCode.INTERNAL, reason)
 
     def _enter(self) -> None:
+        self._called = True
         self._streams += 1
         self._open.inc()
         self._idle.clear()
