@@ -112,6 +112,11 @@ def bundle_pointer_key(pool: str, schema_hash: str) -> str:
     return f"leadtime:bundle:{pool}:{schema_hash}:current"
 
 
+def succession_key(pool: str, schema_hash: str) -> str:
+    """Key of the trainer's memory beside the bundles: pin and last good version. Sealed as they are."""
+    return f"leadtime:succession:{pool}:{schema_hash}"
+
+
 def calibration_key(pool: str) -> str:
     """Key of the sealed calibration, republished every second."""
     return f"leadtime:calibration:{pool}"

@@ -1,5 +1,7 @@
 """What the trainer knows and how it changes: window, answer lengths, champion and calibrator. Pure state, no I/O.
 
+`succession.py` says which bundle may follow which; here it is carried out.
+
 The trainer's conductor feeds it from JetStream and runs the fits in a thread; a replay feeds it in virtual time and
 fits in line. Both go through here, so that what a replay learns is what the trainer would have learned.
 
@@ -8,6 +10,7 @@ the report: a new champion comes with a calibrator that has seen the newest rows
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -18,6 +21,7 @@ from services.trainer.calibrate import Calibrator, OutputLengths
 from services.trainer.champion import Champion
 from services.trainer.cycle import CycleOptions, CycleReport, observe_rows, warmed
 from services.trainer.intake import LabelHealth, Taken
+from services.trainer.succession import Good, LiveErrors, Memory, Succession, SuccessionOptions
 from services.trainer.window import SampleWindow, Snapshot
 from shared.bundle import Calibration
 from shared.features import FloatMatrix
@@ -30,7 +34,14 @@ READY_SAMPLES: Final = 100
 class Learner:
     """One pool's learning. Belongs to one task."""
 
-    def __init__(self, options: CycleOptions, cadence: Cadence, *, window_bin_rows: int = 500) -> None:
+    def __init__(
+        self,
+        options: CycleOptions,
+        cadence: Cadence,
+        *,
+        window_bin_rows: int = 500,
+        succession: SuccessionOptions | None = None,
+    ) -> None:
         self.options = options
         self.cadence = cadence
         self.window = SampleWindow(bin_rows=window_bin_rows)
@@ -38,6 +49,7 @@ class Learner:
         self.health = LabelHealth()
         self.champion: Champion | None = None
         self.calibrator: Calibrator | None = None
+        self.succession = Succession(succession or SuccessionOptions())
         self._fitted_total = 0
         self._last_fit_ms: float | None = None
         self._last_created_ms = 0.0
@@ -59,27 +71,60 @@ class Learner:
         if self.champion is None or self.calibrator is None or not batch:
             return
         rows: FloatMatrix = np.stack([taken.row for taken in batch])
-        answers = self.champion.model.predict(rows)
-        if not plausible(answers):
-            return  # a saved bundle that answers nonsense: nothing to learn of it, and the next fit replaces it
-        predictions, outputs = answers.tolist(), self.champion.model.outputs
-        for taken, predicted, backlog in zip(batch, predictions, backlog_tokens(rows).tolist(), strict=True):
-            named = dict(zip(outputs, predicted, strict=True))
-            self.calibrator.observe(named, taken.targets, backlog, taken.sample.endpoint)
+        _observe(self.champion, self.calibrator, self.succession.errors, rows, batch)
+        good = self.succession.good
+        if good is not None:
+            _observe(good.champion, good.calibrator, good.errors, rows, batch)
 
     def restore(self, saved: Champion) -> bool:
         """Go on from a bundle that was published before; False where it is the champion already."""
         if self.champion is not None and saved.version == self.champion.version:
             return False
+        self.succession.followed(self.champion, self.calibrator)
         self.champion = saved
         self._last_created_ms = max(self._last_created_ms, saved.bundle.manifest.created_unix_ms)
         self.calibrator = Calibrator(self.options.calibration, saved.version, saved.model.outputs)
         return True
 
+    def remember(self, memory: Memory, good: Champion | None) -> None:
+        """Go on with what an earlier process left; `good` is its last good version, where it could be loaded."""
+        succession = self.succession
+        succession.pinned = memory.pinned
+        succession.rollbacks_in_a_row = memory.rollbacks_in_a_row
+        if good is not None and (self.champion is None or good.version != self.champion.version):
+            calibrator = Calibrator(self.options.calibration, good.version, good.model.outputs)
+            errors = LiveErrors(succession.options.moving_samples)
+            succession.good = Good(good, calibrator, dict(memory.reference), errors)
+
     def rebuilt(self) -> None:
-        """The window is whole again: the champion's calibration sees its newest rows."""
+        """The window is whole again: the calibrations see its newest rows."""
+        snapshot, good = self.window.snapshot(), self.succession.good
         if self.champion is not None:
-            self.calibrator = warmed(self.window.snapshot(), self.champion, self.options.calibration)
+            self.calibrator = warmed(snapshot, self.champion, self.options.calibration)
+        if good is not None:
+            good.calibrator = warmed(snapshot, good.champion, self.options.calibration)
+
+    def guard(self) -> str | None:
+        """Go back to the last good version where the champion's live error calls for it; then why, else None."""
+        alarm = self.succession.alarm()
+        if alarm is None or self.champion is None or self.succession.pinned is not None:
+            return None
+        good = self.succession.rolled_back(self.champion.version, self.window.total)
+        if good is None:
+            return None
+        self.champion, self.calibrator = good.champion, good.calibrator
+        return alarm
+
+    def choose(self, chosen: Champion) -> None:
+        """Put a version that a person named in the champion's place."""
+        if self.champion is None or chosen.version != self.champion.version:
+            self.succession.followed(self.champion, self.calibrator)
+            self.champion = chosen
+            self.calibrator = warmed(self.window.snapshot(), chosen, self.options.calibration)
+        good = self.succession.good
+        if good is not None and good.champion.version == chosen.version:
+            self.succession.good = None
+        self.succession.trust()
 
     def due(self, now_ms: float) -> bool:
         """Whether to fit at `now_ms` (monotonic)."""
@@ -100,10 +145,25 @@ class Learner:
         self._last_created_ms = max(now_unix_ms, self._last_created_ms + 1.0)
         return snapshot, self._last_created_ms
 
+    def permitted(self, report: CycleReport) -> CycleReport:
+        """The report, refused where a pin or a hold lets nothing follow."""
+        refusal = self.succession.refusal(self.window.total)
+        if refusal is None or report.champion is None:
+            return report
+        reason, detail = refusal
+        return replace(
+            report,
+            champion=None,
+            calibrator=None,
+            verdict=replace(report.verdict, accepted=False, reason=reason, detail=detail),
+        )
+
     def adopt(self, report: CycleReport, snapshot: Snapshot) -> bool:
         """Take a fit's champion, where it has one."""
+        report = self.permitted(report)
         if report.champion is None or report.calibrator is None:
             return False
+        self.succession.followed(self.champion, self.calibrator)
         since = self.window.snapshot(newer_than=snapshot.total)
         observe_rows(report.calibrator, report.champion, since, 0)
         self.champion, self.calibrator = report.champion, report.calibrator
@@ -122,3 +182,19 @@ class Learner:
             return "cold"
         few = self.champion.bundle.manifest.window_samples < READY_SAMPLES
         return "warming" if self.champion.saved or few else "ready"
+
+
+def _observe(
+    champion: Champion, calibrator: Calibrator, errors: LiveErrors, rows: FloatMatrix, batch: Sequence[Taken]
+) -> None:
+    """Let one version answer for a batch, and learn how it did."""
+    answers = champion.model.predict(rows)
+    if not plausible(answers):
+        for taken in batch:  # nonsense: nothing to learn of it but that
+            errors.failed(taken.targets)
+        return
+    predictions, outputs = answers.tolist(), champion.model.outputs
+    for taken, predicted, backlog in zip(batch, predictions, backlog_tokens(rows).tolist(), strict=True):
+        named = dict(zip(outputs, predicted, strict=True))
+        calibrator.observe(named, taken.targets, backlog, taken.sample.endpoint)
+        errors.observe(named, taken.targets)

@@ -36,7 +36,7 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event) -> None:
     store = BundleStore(redis, settings.pool, settings.redis.key, lease)
     tensor = find_tensor(settings.tensor_rendering, settings.threads)
     trainer = Trainer(settings, lease, store, metrics, readiness, SystemClock(), tensor)
-    app = build_app(settings, readiness, registry, trainer.status)
+    app = build_app(settings, readiness, registry, trainer)
     async with (
         serve_http(app, settings.http_host, settings.http_port) as (host, port),
         background(stop, trainer.run()),

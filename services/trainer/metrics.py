@@ -1,6 +1,7 @@
 """The trainer's metrics: window, fits, gate, bundles, calibration, stream. Label sets are closed."""
 
 from collections.abc import Callable
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -49,6 +50,12 @@ class TrainerMetrics:
             "leadtime_trainer_cycle_cpu_seconds_total", "CPU time of training cycles.", registry=registry
         )
         self.bundles = Counter("leadtime_trainer_bundles_published_total", "Bundles published.", registry=registry)
+        self._rollbacks = Counter(
+            "leadtime_trainer_rollbacks_total", "Returns to an earlier version, by whose word.", ["cause"],
+            registry=registry,
+        )  # fmt: skip
+        for cause in ("live_error", "operator"):
+            self._rollbacks.labels(cause)
         self.calibrations = Counter(
             "leadtime_trainer_calibrations_published_total", "Calibrations published.", registry=registry
         )
@@ -80,6 +87,7 @@ class TrainerMetrics:
         active: Callable[[], bool],
         bundle_age_ms: Callable[[], float | None],
         degenerate_share: Callable[[], float],
+        pinned: Callable[[], bool],
     ) -> None:
         """Gauges that read the trainer's state when they are scraped."""
         rows = Gauge(
@@ -91,6 +99,7 @@ class TrainerMetrics:
         for name, text, read in (
             ("calibration_sequence", "Sequence number of the last calibration.", calibration_sequence),
             ("active", "1 while this process holds the pool's lease.", lambda: int(active())),
+            ("pinned", "1 while an operator's pin holds a version.", lambda: int(pinned())),
             ("degenerate_ttft_ratio", "Share of TTFT labels that are nearly e2e.", degenerate_share),
             ("bundle_age_seconds", "Age of the champion; -1 without one.", lambda: _age_s(bundle_age_ms())),
         ):
@@ -118,6 +127,9 @@ class TrainerMetrics:
 
     def tensor_rendering(self, *, listed: bool) -> None:
         self._tensor.labels("listed" if listed else "refused").inc()
+
+    def rolled_back(self, cause: Literal["live_error", "operator"]) -> None:
+        self._rollbacks.labels(cause).inc()
 
     def champion_error(self, target: str, mape: float | None) -> None:
         if mape is not None:

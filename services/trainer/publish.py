@@ -1,17 +1,21 @@
 """The edge to Redis: blob, then pointer, then notice. A reader in the middle sees the old bundle or the new one.
 
-A bundle is an immutable sealed blob under its version. The pointer is switched by a script that first looks whether
-this process still holds the lease, so a trainer that was replaced can't overwrite its successor's bundle. Blobs older
-than the newest five expire after a grace in which a slow reader may still fetch them.
+A bundle is an immutable sealed blob under its version, so a rollback is the pointer naming an older version again. The
+pointer is switched by a script that first looks whether this process still holds the lease, so a trainer that was
+replaced can't overwrite its successor's bundle. Blobs older than the newest five expire after a grace in which a slow
+reader may still fetch them; the last good one and a pinned one stay.
 """
 
+from collections.abc import Collection
 from typing import Final
 
 import orjson
+import structlog
 from redis.asyncio import Redis
 
 from services.trainer.champion import Champion
 from services.trainer.lease import Lease, LeaseLostError
+from services.trainer.succession import Memory
 from shared.bundle import Bundle, BundleGate, Calibration, pack, seal, unseal
 from shared.errors import ContractError
 from shared.features import SCHEMA
@@ -22,6 +26,7 @@ from shared.names import (
     bundle_key,
     bundle_pointer_key,
     calibration_key,
+    succession_key,
 )
 
 KEEP_BUNDLES: Final = 5
@@ -29,7 +34,7 @@ EXPIRY_GRACE_S: Final = 120
 _SWITCH: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[2], ARGV[2])
-redis.call('PUBLISH', ARGV[3], ARGV[4])
+if ARGV[3] ~= '' then redis.call('PUBLISH', ARGV[3], ARGV[4]) end
 return 1
 """
 
@@ -47,30 +52,60 @@ class BundleStore:
 
     async def load(self) -> Champion | None:
         """The bundle that the pointer names, or None; raises ContractError if it can't be used."""
-        gate = BundleGate(self._pool, self._key)
-        version = gate.wanted(await self._get(bundle_pointer_key(self._pool, SCHEMA.hash)), 0.0)
-        if version is None:
-            return None
-        bundle = gate.open(version, await self._get(bundle_key(self._pool, SCHEMA.hash, version)))
+        version = BundleGate(self._pool, self._key).wanted(await self._get(self._pointer), 0.0)
+        return None if version is None else await self.load_version(version)
+
+    async def load_version(self, version: str) -> Champion:
+        """A bundle that is kept; raises ContractError if it isn't there or can't be used."""
+        blob = await self._get(bundle_key(self._pool, SCHEMA.hash, version))
+        bundle = BundleGate(self._pool, self._key).open(version, blob)
         return Champion(bundle, BundleModel(bundle), saved=True)
+
+    async def kept(self) -> list[str]:
+        """Versions whose blobs are there, oldest first."""
+        prefix = bundle_key(self._pool, SCHEMA.hash, "")
+        found = [key async for key in self._redis.scan_iter(match=f"{prefix}*", count=1000)]
+        return sorted({bytes(key).decode().removeprefix(prefix) for key in found} - {"current"})
+
+    async def load_memory(self) -> Memory:
+        """What an earlier trainer left; an empty one where there is none, or none that can be read."""
+        blob = await self._get(succession_key(self._pool, SCHEMA.hash))
+        if blob is None:
+            return Memory()
+        try:
+            return Memory.decode(unseal(blob, self._key))
+        except ContractError as error:
+            structlog.get_logger().warning("memory of pin and last good version refused", reason=str(error))
+            return Memory()
+
+    async def save_memory(self, memory: Memory) -> None:
+        """Raises LeaseLostError if another trainer is active."""
+        await self._switch(succession_key(self._pool, SCHEMA.hash), seal(memory.encode(), self._key), "", b"")
+
+    async def put(self, bundle: Bundle) -> None:
+        """A blob without the pointer."""
+        await self._redis.set(
+            bundle_key(self._pool, SCHEMA.hash, bundle.manifest.version), seal(pack(bundle), self._key)
+        )
 
     async def holds(self, version: str) -> bool:
         """Whether blob and pointer of a version are there."""
-        pointer = await self._get(bundle_pointer_key(self._pool, SCHEMA.hash))
+        pointer = await self._get(self._pointer)
         blobs = await self._redis.exists(bundle_key(self._pool, SCHEMA.hash, version))
         return pointer == version.encode() and bool(blobs)
 
-    async def publish(self, bundle: Bundle) -> None:
-        """Blob, pointer, notice; raises LeaseLostError before the pointer if another trainer is active."""
+    async def publish(self, bundle: Bundle, keep: Collection[str] = ()) -> None:
+        """Blob, pointer, notice; raises LeaseLostError before the pointer if another trainer is active.
+
+        `keep`: versions that stay although newer ones came.
+        """
         version = bundle.manifest.version
-        key = bundle_key(self._pool, SCHEMA.hash, version)
-        await self._redis.set(key, seal(pack(bundle), self._key))
+        await self.put(bundle)
         notice = orjson.dumps({"pool": self._pool, "schema": SCHEMA.hash, "version": version})
-        pointer = bundle_pointer_key(self._pool, SCHEMA.hash)
-        await self._switch(pointer, version.encode(), BUNDLES_CHANNEL, notice)
+        await self._switch(self._pointer, version.encode(), BUNDLES_CHANNEL, notice)
         # A blob of this name may carry the expiry of an earlier retirement.
-        await self._redis.persist(key)
-        await self._retire(version)
+        await self._redis.persist(bundle_key(self._pool, SCHEMA.hash, version))
+        await self._retire(version, keep)
 
     async def publish_calibration(self, calibration: Calibration) -> None:
         """The calibration, then its notice; raises LeaseLostError if another trainer is active."""
@@ -99,16 +134,22 @@ class BundleStore:
             if not await lease.claim():
                 raise LeaseLostError(lease.key)
 
-    async def _retire(self, newest: str) -> None:
-        """Let all but the newest bundles expire."""
+    async def _retire(self, newest: str, keep: Collection[str]) -> None:
+        """Let all but the newest bundles and those to keep expire."""
         prefix = bundle_key(self._pool, SCHEMA.hash, "")
         if self._versions is None:
-            found = [key async for key in self._redis.scan_iter(match=f"{prefix}*", count=1000)]
-            names = {bytes(key).decode().removeprefix(prefix) for key in found}
-            self._versions = sorted(names - {"current", newest})
+            self._versions = await self.kept()
         self._versions = [version for version in self._versions if version != newest] + [newest]
-        while len(self._versions) > KEEP_BUNDLES:
-            await self._redis.expire(f"{prefix}{self._versions.pop(0)}", EXPIRY_GRACE_S)
+        for version in self._versions[:-KEEP_BUNDLES]:
+            if version in keep:
+                await self._redis.persist(f"{prefix}{version}")
+            else:
+                self._versions.remove(version)
+                await self._redis.expire(f"{prefix}{version}", EXPIRY_GRACE_S)
+
+    @property
+    def _pointer(self) -> str:
+        return bundle_pointer_key(self._pool, SCHEMA.hash)
 
     async def _get(self, key: str) -> bytes | None:
         value = await self._redis.get(key)

@@ -11,7 +11,7 @@ import contextlib
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import structlog
@@ -25,11 +25,12 @@ from services.trainer.intake import Intake, Taken
 from services.trainer.learner import Learner
 from services.trainer.lease import Lease, LeaseLostError
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.publish import BundleStore
+from services.trainer.publish import KEEP_BUNDLES, BundleStore
 from services.trainer.settings import TrainerSettings
+from services.trainer.succession import PRIOR_PREFIX, Memory
 from shared.cancellation import raise_if_cancelled
 from shared.clock import Clock
-from shared.errors import ContractError
+from shared.errors import ContractError, LeadtimeError
 from shared.features import SCHEMA
 from shared.lifecycle import Readiness
 from shared.prediction import TARGETS
@@ -38,6 +39,17 @@ STORE: Final = "redis"
 WINDOW: Final = "window"
 _RETRY_S: Final = 0.5
 _DECISIONS_KEPT: Final = 50
+
+
+class NotNowError(LeadtimeError):
+    """An operator's wish that can't be met in the present state."""
+
+
+class UnknownVersionError(LeadtimeError):
+    """A version that isn't kept; `kept` lists those that are."""
+
+    def __init__(self, version: str, kept: Sequence[str]) -> None:
+        super().__init__(f"version {version[:64]} isn't kept; kept are: {', '.join(kept) or 'none'}")
 
 
 class Trainer:
@@ -81,7 +93,10 @@ class Trainer:
         self._next_store_check_ms = 0.0
         self._adopted = asyncio.Event()
         self._report: CycleReport | None = None
-        self._champion_report: CycleReport | None = None
+        # By version, of those that may serve again.
+        self._fits: dict[str, CycleReport] = {}
+        self._remembered: Memory | None = None
+        self._told_alarm: str | None = None
         self._decisions: deque[dict[str, Any]] = deque(maxlen=_DECISIONS_KEPT)
         metrics.watch(
             window_rows=self._learner.window.known,
@@ -89,6 +104,7 @@ class Trainer:
             active=lambda: self._active,
             bundle_age_ms=self._bundle_age_ms,
             degenerate_share=lambda: self._learner.health.degenerate_share,
+            pinned=lambda: self._learner.succession.pinned is not None,
         )
 
     async def run(self) -> None:
@@ -152,11 +168,23 @@ class Trainer:
             self._log.warning("saved bundle refused", reason=str(error))
             saved = None
         self._sequence = max(self._sequence, await self._store.calibration_sequence())
+        memory = await self._store.load_memory()
+        good = await self._kept(memory.good) if memory.good else None
+        if memory.pinned is not None and (saved is None or saved.version != memory.pinned):
+            saved = await self._kept(memory.pinned) or saved
         self._store_answered()
         self._readiness.unmet(WINDOW, "rebuilding from the stream")
         if saved is not None and self._learner.restore(saved):
-            self._published = saved.version
-            self._log.info("saved bundle loaded", version=saved.version)
+            self._published = saved.version if saved.version != memory.pinned else None
+            self._log.info("saved bundle loaded", version=saved.version, pinned=memory.pinned)
+        self._learner.remember(memory, good)
+
+    async def _kept(self, version: str) -> Champion | None:
+        try:
+            return await self._store.load_version(version)
+        except ContractError as error:
+            self._log.warning("kept bundle refused", version=version, reason=str(error))
+            return None
 
     # Intake
 
@@ -166,6 +194,22 @@ class Trainer:
         censored = sum(taken.censored_ms is not None for taken in batch)
         self._metrics.censored.inc(censored)
         self._metrics.samples.inc(len(batch) - censored)
+        if not replayed:
+            self._guard()
+
+    def _guard(self) -> None:
+        """Leave a champion whose live error has doubled; while one is pinned, say it and leave it."""
+        before, alarm = self._learner.champion, self._learner.succession.alarm()
+        if alarm is None or before is None:
+            self._told_alarm = None
+            return
+        if self._learner.guard() is None:
+            if self._told_alarm != before.version:
+                self._told_alarm = before.version
+                self._log.warning("live error has doubled, but the version is pinned", detail=alarm)
+            return
+        self._metrics.rolled_back("live_error")
+        self._changed("rolled_back", f"from {before.version}: {alarm}")
 
     def _on_rebuilt(self) -> None:
         self._readiness.met(WINDOW)
@@ -192,11 +236,14 @@ class Trainer:
             self._metrics.cycle_ended("error", self._clock.monotonic_ms() - began_ms, 0.0)
             self._log.exception("cycle failed", samples=len(snapshot))
             return
-        self._report = report
+        self._report = report = self._learner.permitted(report)
         self._record(report)
-        if not self._learner.adopt(report, snapshot):
+        if not self._learner.adopt(report, snapshot) or report.champion is None:
             return
-        self._champion_report = report
+        self._fits[report.champion.version] = replace(report, champion=None, calibrator=None)
+        for version in list(self._fits)[:-KEEP_BUNDLES]:
+            if version not in self._to_keep():
+                del self._fits[version]
         for target in TARGETS:
             if target in report.metrics:
                 self._metrics.champion_error(target, report.metrics[target].mape)
@@ -240,6 +287,91 @@ class Trainer:
         if not outcome.listed:
             self._log.warning("tensor rendering not listed", detail=outcome.detail)
 
+    # Whose word is above the gate's
+
+    async def pin(self, version: str) -> None:
+        """Serve this version until `unpin`: nothing follows it, its calibration goes on.
+
+        Raises UnknownVersionError, NotNowError, or RedisError where the pin could not be kept.
+        """
+        self._must_be_active()
+        chosen = await self._named(version)
+        memory = replace(self._learner.succession.memory(), pinned=version)
+        await self._store.save_memory(memory)
+        self._learner.succession.pinned = version
+        self._learner.choose(chosen)
+        self._changed("pinned_by_operator", version)
+
+    async def unpin(self) -> None:
+        """Let challengers follow again. Raises NotNowError or RedisError."""
+        self._must_be_active()
+        if self._learner.succession.pinned is None:
+            raise NotNowError("no version is pinned")
+        await self._store.save_memory(replace(self._learner.succession.memory(), pinned=None))
+        was, self._learner.succession.pinned = self._learner.succession.pinned, None
+        self._changed("unpinned_by_operator", was)
+
+    async def roll_back(self, version: str | None = None) -> None:
+        """Go back to a version, by default the last good one, else the one before; challengers wait as always then.
+
+        Raises UnknownVersionError, NotNowError or RedisError.
+        """
+        self._must_be_active()
+        succession, before = self._learner.succession, self._learner.champion
+        if succession.pinned is not None:
+            raise NotNowError(f"version {succession.pinned} is pinned: unpin it first")
+        if before is None:
+            raise NotNowError("there is no bundle yet")
+        if version is None:
+            version = succession.good.champion.version if succession.good else None
+            older = [kept for kept in await self._store.kept() if PRIOR_PREFIX < kept < before.version]
+            version = version or (older[-1] if older else None)
+        if version is None or version == before.version:
+            raise NotNowError("there is no other version to go back to")
+        chosen = await self._named(version)
+        self._learner.choose(chosen)
+        succession.hold(before.version, self._learner.window.total)
+        self._metrics.rolled_back("operator")
+        self._changed("rolled_back_by_operator", f"from {before.version}")
+
+    def _must_be_active(self) -> None:
+        if not self._active:
+            raise NotNowError("this trainer isn't the active one of its pool")
+
+    async def _named(self, version: str) -> Champion:
+        champion = self._learner.champion
+        if champion is not None and champion.version == version:
+            return champion
+        kept = await self._store.kept()
+        if version not in kept or version.startswith(PRIOR_PREFIX):
+            raise UnknownVersionError(version, [name for name in kept if not name.startswith(PRIOR_PREFIX)])
+        try:
+            return await self._store.load_version(version)
+        except ContractError as error:
+            raise NotNowError(f"version {version} can't be served: {error}") from None
+
+    def _changed(self, reason: str, detail: str) -> None:
+        """Another version serves, or a pin came or went, without a fit."""
+        champion = self._learner.champion
+        version = champion.version if champion else None
+        self._decisions.appendleft(
+            {
+                "unix_ms": self._clock.unix_ms(),
+                "accepted": False,
+                "reason": reason,
+                "detail": detail,
+                "version": version,
+                "mean_log_error": {},
+            }
+        )
+        self._log.warning("succession changed", reason=reason, detail=detail, version=version)
+        self._adopted.set()
+
+    def _to_keep(self) -> set[str]:
+        """Versions that may serve again."""
+        memory, champion = self._learner.succession.memory(), self._learner.champion
+        return {version for version in (memory.pinned, memory.good, champion and champion.version) if version}
+
     # Publishing
 
     async def _publish(self) -> None:
@@ -247,6 +379,7 @@ class Trainer:
             try:
                 await self._publish_bundle()
                 await self._publish_calibration()
+                await self._save_memory()
             except (RedisError, OSError, TimeoutError) as error:
                 self._store_failed(error)
             self._adopted.clear()
@@ -267,7 +400,10 @@ class Trainer:
             if await self._store.holds(champion.version):
                 return
             self._log.warning("redis lost the bundle; publishing it again", version=champion.version)
-        await self._store.publish(champion.bundle)
+            self._remembered = None
+            if (good := self._learner.succession.good) is not None:
+                await self._store.put(good.champion.bundle)
+        await self._store.publish(champion.bundle, self._to_keep())
         self._published = champion.version
         self._next_store_check_ms = now_ms + self._settings.store_check_interval_ms
         self._calibrated_samples = -1
@@ -289,6 +425,12 @@ class Trainer:
         self._sequence = calibration.sequence
         self._calibrated_samples = samples
         self._metrics.calibrations.inc()
+
+    async def _save_memory(self) -> None:
+        memory = self._learner.succession.memory()
+        if memory != self._remembered:
+            await self._store.save_memory(memory)
+            self._remembered = memory
 
     def _store_failed(self, error: Exception) -> None:
         self._metrics.store_failed()
@@ -314,6 +456,7 @@ class Trainer:
         """What `/v1/model` shows."""
         learner, report = self._learner, self._report
         champion, calibrator, window = learner.champion, learner.calibrator, learner.window
+        fitted = self._fits.get(champion.version) if champion else None
         return {
             "pool": self._settings.pool,
             "state": self.state,
@@ -322,8 +465,9 @@ class Trainer:
             "samples_needed": learner.cadence.needed(saved=champion is not None and champion.saved),
             "bundle": _describe(champion, self._bundle_age_ms(), self._published) if champion else None,
             "live": {t: asdict(e) for t, e in calibrator.live().items()} if calibrator else {},
-            "champion_fit": report_view(self._champion_report) if self._champion_report else None,
+            "champion_fit": report_view(fitted) if fitted else None,
             "last_cycle": report_view(report) if report else None,
+            "succession": learner.succession.view(window.total),
             "decisions": list(self._decisions),
             "window": {
                 "rows": len(window),

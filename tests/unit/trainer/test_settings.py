@@ -65,6 +65,7 @@ def test_every_metric_and_reason_is_in_the_readme():
         active=lambda: False,
         bundle_age_ms=lambda: None,
         degenerate_share=lambda: 0.0,
+        pinned=lambda: False,
     )
     text = README.read_text()
     names = {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}
@@ -81,6 +82,7 @@ def test_the_age_of_no_bundle_is_minus_one_and_of_one_in_seconds():
         active=lambda: True,
         bundle_age_ms=lambda: ages[0],
         degenerate_share=lambda: 0.0,
+        pinned=lambda: False,
     )
     assert registry.get_sample_value("leadtime_trainer_bundle_age_seconds") == -1
     ages.pop(0)
