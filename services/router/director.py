@@ -384,7 +384,7 @@ class Director:
         """A request has ended without a sample."""
         if end.endpoint is not None:
             self.served(end.decision_id, end.endpoint)
-        self._state.observe_end(end.decision_id)
+        self._state.observe_end(end.decision_id, self._clock.monotonic_ms())
         self.decisions.observe(end)
 
     def observe(self, sample: LatencySample) -> None:

@@ -22,6 +22,7 @@ measures the distance from the exact ledger.
 import heapq
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -177,6 +178,15 @@ class Ledger:
 
     def __contains__(self, decision_id: str) -> bool:
         return decision_id in self._entries
+
+    def slot_of(self, decision_id: str) -> int | None:
+        """Where a request was dispatched to; None if it isn't in."""
+        entry = self._entries.get(decision_id)
+        return None if entry is None else entry.lane.slot
+
+    def ids(self) -> Iterator[str]:
+        """Of all entries; for tests and checks."""
+        return iter(self._entries)
 
     def in_flight(self, slot: int) -> int:
         """Requests dispatched to the endpoint and not ended."""

@@ -5,13 +5,18 @@ discovery report what they see; finished requests come back through `observe_out
 times, the timer's pace and how much of a prefix cache is really there. Nothing here waits, and nothing grows without
 bound.
 
-Limits: one event loop. Outcomes of requests that another router dispatched teach step times alone.
+Where routers share what they know, a `Journal` is told what happens here, and what peers dispatched is counted in with
+`count_in` and out with `count_out`: a decision sees their requests as its own.
+
+Limits: one event loop.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
+
+import numpy as np
 
 from services.router.request.inference_request import InferenceRequest
 from services.router.request.tokens import TokenEstimator, expected_output_tokens
@@ -34,6 +39,7 @@ _CAPACITY_SHRINK: Final = 0.9
 _CAPACITY_GROW: Final = 1.02
 _CAPACITY_FLOOR: Final = 0.05
 _CAPACITY_TOLERANCE: Final = 0.05
+_NOTHING_MATCHED: Final = np.zeros(0, np.float32)
 _FAILED_UPSTREAM: Final = frozenset({Outcome.UPSTREAM_ERROR, Outcome.UPSTREAM_RESET, Outcome.TIMEOUT})
 
 
@@ -86,7 +92,8 @@ class EndpointStatus:
 class _Record:
     """What has to be known of a dispatched request when its outcome comes back.
 
-    `passed_over`: another endpoint served it than the one that it was dispatched to, the first in the list.
+    `passed_over`: another endpoint served it than the one that it was dispatched to, the first in the list. `own`: this
+    router dispatched it, no peer.
     """
 
     address: str
@@ -98,7 +105,51 @@ class _Record:
     matched_tokens: float
     alone: bool
     input_tokens: float
+    own: bool
     passed_over: bool = False
+
+
+class Journal(Protocol):
+    """Told of what this router does itself, so that others can know it. Nothing that it is told comes from a peer."""
+
+    def dispatched(
+        self,
+        decision_id: str,
+        endpoint: Endpoint,
+        request: InferenceRequest,
+        *,
+        uncached_tokens: float,
+        expected_output_tokens: float | None,
+        predicted_ttft_ms: float | None,
+        names: list[int],
+        now_ms: float,
+    ) -> None:
+        """A request was counted in."""
+        ...
+
+    def first_token(self, decision_id: str, now_ms: float) -> None:
+        """Its first token was seen."""
+        ...
+
+    def moved(self, decision_id: str, address: str, predicted_ttft_ms: float | None, now_ms: float) -> None:
+        """Another endpoint serves it than the one it was dispatched to."""
+        ...
+
+    def ended(self, decision_id: str, *, completed: bool) -> None:
+        """It is over, whether or not the ledger still had it."""
+        ...
+
+    def outcome(self, decision_id: str, *, completed: bool, now_ms: float) -> None:
+        """What became of a request is known from the bus, whoever dispatched it."""
+        ...
+
+    def endpoint_added(self, address: str, now_ms: float) -> None:
+        """Discovery lists it."""
+        ...
+
+    def load_seen(self, address: str, requests: float, now_ms: float) -> None:
+        """The endpoint's server said how many requests it has, waiting or running."""
+        ...
 
 
 class PoolState:
@@ -115,9 +166,12 @@ class PoolState:
             max_blocks_total=config.prefix_total_blocks,
         )
         self.on_upstream_failure: Callable[[str], None] | None = None
-        """Called with an endpoint's address when a request to it failed: whoever probes can do so at once."""
+        """Called with an endpoint's address when a request to it failed, or a peer sees it otherwise than we do:
+        whoever probes can do so at once.
+        """
         self.on_endpoints_changed: Callable[[], None] | None = None
         """Called when an endpoint was added, retired or removed."""
+        self.journal: Journal | None = None
         self._block_bytes = config.prefix_block_bytes
         self._learned_output_tokens: Mapping[str, float] = {}
         self._records: OrderedDict[str, _Record] = OrderedDict()
@@ -173,38 +227,82 @@ class PoolState:
             return False
         slot = endpoint.slot
         matched = float(match.matched_tokens[slot]) if slot < len(match.matched_tokens) else 0.0
+        uncached = max(request.input_tokens - matched, 0.0)
+        expected = self.expected_output_tokens(request)
+        added = self._count_in(
+            decision_id,
+            endpoint,
+            request.model,
+            request.text_bytes,
+            request.input_tokens,
+            uncached,
+            expected,
+            predicted_ttft_ms,
+            match,
+            now_ms,
+            own=True,
+        )
+        if added and self.journal is not None:
+            self.journal.dispatched(
+                decision_id,
+                endpoint,
+                request,
+                uncached_tokens=uncached,
+                expected_output_tokens=expected,
+                predicted_ttft_ms=predicted_ttft_ms,
+                names=match.names,
+                now_ms=now_ms,
+            )
+        return added
+
+    def _count_in(
+        self,
+        decision_id: str,
+        endpoint: Endpoint,
+        model: str,
+        text_bytes: int,
+        input_tokens: float,
+        uncached_tokens: float,
+        expected_output_tokens: float | None,
+        predicted_ttft_ms: float | None,
+        match: PrefixMatch,
+        dispatched_ms: float,
+        *,
+        own: bool,
+    ) -> bool:
+        slot = endpoint.slot
         added = self.ledger.add(
             decision_id,
             slot,
-            input_tokens=request.input_tokens,
-            uncached_tokens=max(request.input_tokens - matched, 0.0),
-            expected_output_tokens=self.expected_output_tokens(request),
+            input_tokens=input_tokens,
+            uncached_tokens=uncached_tokens,
+            expected_output_tokens=expected_output_tokens,
             predicted_ttft_ms=predicted_ttft_ms,
-            now_ms=now_ms,
+            now_ms=dispatched_ms,
         )
         if not added:
             return False
         pending, ahead_tokens = self.ledger.pending(slot)
         self._records[decision_id] = _Record(
-            address,
+            endpoint.address,
             slot,
             endpoint.incarnations,
-            request.model,
-            request.text_bytes,
+            model,
+            text_bytes,
             ahead_tokens,
-            matched,
+            max(input_tokens - uncached_tokens, 0.0),
             pending == 1,
-            request.input_tokens,
+            input_tokens,
+            own,
         )
         if len(self._records) > _MAX_RECORDS:
             self._records.popitem(last=False)
-        self.prefixes.insert(match.names, slot)
-        self._hold(decision_id, match)
+        if match.names:
+            self.prefixes.insert(match.names, slot)
+            self._hold(decision_id, match)
         return True
 
     def _hold(self, decision_id: str, match: PrefixMatch) -> None:
-        if not match.names:
-            return
         self._matches[decision_id] = match
         self._held_blocks += len(match.names)
         while self._held_blocks > _MAX_HELD_BLOCKS:
@@ -213,16 +311,19 @@ class PoolState:
     def observe_served(
         self, decision_id: str, address: str, now_ms: float, *, predicted_ttft_ms: float | None = None
     ) -> bool:
-        """Envoy says which endpoint answers, or has answered. True, once, if it passed over the one that the request
-        was dispatched to: then its entry in the ledger is the served endpoint's, and that one's cache has its prompt.
+        """Envoy says which endpoint answers, or has answered. True, once, if it passed over the one that this router
+        dispatched the request to: then its entry in the ledger is the served endpoint's, and that one's cache has its
+        prompt.
         """
         record = self._records.get(decision_id)
         if record is None or record.passed_over or record.address == address:
             return False
         record.passed_over = True
+        if record.own and self.journal is not None:
+            self.journal.moved(decision_id, address, predicted_ttft_ms, now_ms)
         picked, served = self.table.get(record.address), self.table.get(address)
         if served is None:  # nobody that we know: it stays counted where it is until it ends
-            return True
+            return record.own
         match = self._matches.get(decision_id)
         matched = 0.0
         if match is not None:
@@ -236,12 +337,73 @@ class PoolState:
             now_ms=now_ms,
         )
         record.slot, record.incarnations = served.slot, served.incarnations
-        if picked is not None and picked.retired and not self.ledger.in_flight(picked.slot):
-            self._forget(picked)
-        return True
+        if picked is not None:
+            self._forget_if_empty(picked.slot)
+        return record.own
+
+    # --- what peers do ------------------------------------------------------------------------------------------
+
+    def count_in(
+        self,
+        decision_id: str,
+        address: str,
+        *,
+        process_start_s: float | None,
+        model: str,
+        text_bytes: int,
+        input_tokens: float,
+        uncached_tokens: float,
+        expected_output_tokens: float | None,
+        predicted_ttft_ms: float | None,
+        names: list[int],
+        dispatched_ms: float,
+        now_ms: float,
+    ) -> bool:
+        """Count a request in that another router dispatched. `process_start_s`: the process that it was sent to.
+
+        False if the endpoint isn't known here, or has a newer process, or the id is in. A process newer than the one
+        known here renews the endpoint.
+        """
+        endpoint = self.table.get(address)
+        if endpoint is None:
+            return False
+        known = endpoint.process_start_s
+        if process_start_s is not None and known is not None:
+            if process_start_s < known - _SAME_START_S:
+                return False
+            if process_start_s > known + _SAME_START_S:
+                self._renew(endpoint, process_start_s, now_ms)
+                self.doubt(address)  # its models are unknown
+        return self._count_in(
+            decision_id,
+            endpoint,
+            model,
+            text_bytes,
+            input_tokens,
+            uncached_tokens,
+            expected_output_tokens,
+            predicted_ttft_ms,
+            PrefixMatch(names, _NOTHING_MATCHED),
+            dispatched_ms,
+            own=False,
+        )
+
+    def count_out(self, decision_id: str, now_ms: float, *, completed: bool) -> bool:
+        """Another router's request is over. False (counted) if it isn't in the ledger."""
+        slot = self.ledger.slot_of(decision_id)
+        removed = self.ledger.remove(decision_id, now_ms, completed=completed)
+        if slot is not None:
+            self._forget_if_empty(slot)
+        return removed
+
+    def count_first_token(self, decision_id: str, now_ms: float) -> bool:
+        """Another router has seen its request's first token. False if the request isn't in the ledger."""
+        return self.ledger.observe_first_token(decision_id, now_ms)
 
     def observe_first_token(self, decision_id: str, now_ms: float) -> bool:
         """Its first content has been seen on its way through. False if the request isn't in the ledger."""
+        if self.journal is not None:
+            self.journal.first_token(decision_id, now_ms)
         return self.ledger.observe_first_token(decision_id, now_ms)
 
     def finish(self, decision_id: str, now_ms: float, *, completed: bool = True) -> bool:
@@ -249,13 +411,18 @@ class PoolState:
 
         `completed`: the answer came to its end; False for an abort, a reset or a refused connection.
         """
-        record = self._records.get(decision_id)
+        slot = self.ledger.slot_of(decision_id)
         removed = self.ledger.remove(decision_id, now_ms, completed=completed)
-        if removed and record is not None:
-            endpoint = self.table.at(record.slot)
-            if endpoint is not None and endpoint.retired and not self.ledger.in_flight(record.slot):
-                self._forget(endpoint)
+        if self.journal is not None:
+            self.journal.ended(decision_id, completed=completed)
+        if slot is not None:
+            self._forget_if_empty(slot)
         return removed
+
+    def _forget_if_empty(self, slot: int) -> None:
+        endpoint = self.table.at(slot)
+        if endpoint is not None and endpoint.retired and not self.ledger.in_flight(slot):
+            self._forget(endpoint)
 
     def advance(self, now_ms: float) -> None:
         """Let the ledger's timers run. `snapshot` does it too; a ticker keeps metrics and quiet pools up to date."""
@@ -268,8 +435,10 @@ class PoolState:
         self.advance(now_ms)
         record = self._settle(sample.decision_id)
         served = self.table.get(sample.endpoint)
-        if sample.outcome in _FAILED_UPSTREAM and self.on_upstream_failure is not None:
-            self.on_upstream_failure(sample.endpoint)
+        if self.journal is not None:
+            self.journal.outcome(sample.decision_id, completed=sample.outcome is Outcome.OK, now_ms=now_ms)
+        if sample.outcome in _FAILED_UPSTREAM:
+            self.doubt(sample.endpoint)
         if sample.outcome is not Outcome.OK or served is None:
             return
         if sample.tpot_ms is not None:
@@ -285,15 +454,22 @@ class PoolState:
         if sample.cached_tokens is not None and record.alone:
             self._learn_cache(served, record, sample.cached_tokens)
 
-    def observe_end(self, decision_id: str) -> None:
+    def observe_end(self, decision_id: str, now_ms: float) -> None:
         """A finished request of which there is nothing to learn."""
         self._settle(decision_id)
+        if self.journal is not None:
+            self.journal.outcome(decision_id, completed=False, now_ms=now_ms)
 
     def _settle(self, decision_id: str) -> _Record | None:
         match = self._matches.pop(decision_id, None)
         if match is not None:
             self._held_blocks -= len(match.names)
         return self._records.pop(decision_id, None)
+
+    def doubt(self, address: str) -> None:
+        """Somebody has seen an endpoint otherwise than we do: whoever probes is to ask it now."""
+        if self.on_upstream_failure is not None:
+            self.on_upstream_failure(address)
 
     def set_expected_output_tokens(self, learned: Mapping[str, float]) -> None:
         """Usual answer lengths in tokens by model, from the trainer's calibration."""
@@ -343,11 +519,11 @@ class PoolState:
         replaced = known is not None and known.identity != identity
         endpoint = self.table.add(address, hardware_class=hardware_class, now_ms=now_ms, role=role, identity=identity)
         if replaced:
-            self._reset(endpoint)
-            self.table.renew(endpoint, None, now_ms)
+            self._renew(endpoint, None, now_ms)
             self.table.set_ready(endpoint, False)
-            if self.on_upstream_failure is not None:
-                self.on_upstream_failure(address)  # whoever probes must ask anew, and at once
+            self.doubt(address)  # whoever probes must ask anew, and at once
+        if self.journal is not None:
+            self.journal.endpoint_added(address, now_ms)
         self._changed()
         return endpoint
 
@@ -371,6 +547,10 @@ class PoolState:
         if self.on_endpoints_changed is not None:
             self.on_endpoints_changed()
 
+    def _renew(self, endpoint: Endpoint, process_start_s: float | None, now_ms: float) -> None:
+        self._reset(endpoint)
+        self.table.renew(endpoint, process_start_s, now_ms)
+
     def _reset(self, endpoint: Endpoint) -> None:
         self.ledger.drop(endpoint.slot)
         self.prefixes.drop(endpoint.slot)
@@ -390,8 +570,7 @@ class PoolState:
         # Only a later start is another process: behind one port there may be several, each with its own start.
         renewed = start is not None and known is not None and start > known + _SAME_START_S
         if renewed:
-            self._reset(endpoint)
-            self.table.renew(endpoint, start, now_ms)
+            self._renew(endpoint, start, now_ms)
         elif known is None:
             endpoint.process_start_s = start
         endpoint.engine = metrics.engine.value
@@ -404,6 +583,8 @@ class PoolState:
                 now_ms=now_ms,
             )
             self.ledger.correct(endpoint.slot, metrics, now_ms)
+            if self.journal is not None:
+                self.journal.load_seen(address, metrics.waiting_requests + metrics.running_requests, now_ms)
         if metrics.kv_capacity_tokens:
             self._kv_tokens[endpoint.slot] = metrics.kv_capacity_tokens
             self._size_shelf(endpoint)

@@ -14,6 +14,7 @@ nobody else can make collisions or read prompts from them. Two different blocks 
 
 import hashlib
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -159,7 +160,7 @@ class PrefixIndex:
             bits ^= low
             matched[self._slots[low.bit_length() - 1]] = depth * self.hasher.block_bytes
 
-    def insert(self, names: list[int], slot: int) -> None:
+    def insert(self, names: Sequence[int], slot: int) -> None:
         """The endpoint will have computed this prompt: its blocks are the most recently used."""
         shelf = self._shelves.get(slot)
         if shelf is None:
@@ -173,6 +174,24 @@ class PrefixIndex:
                 masks[name] = masks.get(name, 0) | flag
         self._shrink(shelf)
         self.purge()
+
+    def held_names(self, slot: int) -> list[int]:
+        """The endpoint's blocks, least recently used first."""
+        shelf = self._shelves.get(slot)
+        return [] if shelf is None else list(shelf.names)
+
+    def insert_older(self, names: Sequence[int], slot: int) -> None:
+        """Blocks that another index holds for the endpoint, least recently used first: older than all that is here."""
+        shelf = self._shelves.get(slot)
+        if shelf is None:
+            shelf = self._open(slot)
+        held, masks, flag = shelf.names, self._masks, 1 << shelf.bit
+        room = self._limit(shelf) - len(held)
+        for name in reversed(names[max(len(names) - room, 0) :] if room > 0 else ()):
+            if name not in held:
+                held[name] = None
+                held.move_to_end(name, last=False)
+                masks[name] = masks.get(name, 0) | flag
 
     def set_capacity(self, slot: int, blocks: int) -> None:
         """How many blocks the endpoint's cache holds, as far as is known."""

@@ -300,5 +300,5 @@ def test_prompts_of_requests_without_an_outcome_are_kept_within_a_bound():
         pool.finish(str(number), 0.0)
     assert pool.held_blocks <= 262_144
     for number in range(400):
-        pool.observe_end(str(number))
+        pool.observe_end(str(number), 0.0)
     assert pool.held_blocks == 0
