@@ -92,6 +92,16 @@ def unsampled_subject(pool: str) -> str:
     return f"leadtime.unsampled.v1.{pool}"
 
 
+def ledger_subject(pool: str) -> str:
+    """Subject on which the routers of a pool tell each other what they dispatched; plain NATS, kept nowhere."""
+    return f"leadtime.ledger.v1.{pool}"
+
+
+def ledger_inbox(pool: str, router: str) -> str:
+    """Subject of what is for one of them."""
+    return f"leadtime.ledger.v1.{pool}.to.{router}"
+
+
 def trainer_durable(pool: str) -> str:
     """Durable consumer by which the active trainer of a pool reads samples."""
     return f"leadtime-trainer-{pool}"

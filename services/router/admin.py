@@ -15,6 +15,7 @@ from services.router.metrics import RouterMetrics
 from services.router.policies import Policies
 from services.router.predict.ladder import Ladder
 from services.router.settings import RouterSettings
+from services.router.sharing.share import LedgerShare
 from services.router.state.pool import PoolState
 from shared.clock import Clock
 from shared.errors import ConfigurationError
@@ -39,6 +40,7 @@ def admin_app(
     metrics: RouterMetrics,
     clock: Clock,
     policies: Policies,
+    share: LedgerShare | None,
 ) -> FastAPI:
     """Build the app."""
     app = probe_app("router", readiness, registry)
@@ -58,6 +60,19 @@ def admin_app(
         if record is None:
             raise HTTPException(404, "no such decision among the newest 512")
         return record.as_dict()
+
+    @app.get("/v1/peers", dependencies=guarded)
+    async def peers() -> dict[str, Any]:
+        if share is None:
+            raise HTTPException(404, "share_ledger is off")
+        return {
+            "router": share.router,
+            "own_requests": share.own_requests,
+            "orphan_requests": share.orphans,
+            "shares_prefixes": share.sharing_prefixes,
+            "peers": share.describe(clock.monotonic_ms()),
+            "events": asdict(share.counts),
+        }
 
     @app.get("/v1/stats", dependencies=guarded)
     async def stats() -> dict[str, Any]:

@@ -25,6 +25,7 @@ from services.router.discovery.follow import Discovery
 from services.router.extproc.server import ExtProcServer
 from services.router.extproc.tls import TlsFiles, from_files, self_signed
 from services.router.metrics import RouterMetrics
+from services.router.nats_link import NatsLink
 from services.router.outcomes import OutcomeSubscriber
 from services.router.policies import Policies, PolicySettings
 from services.router.predict.bundles import BundleWatcher
@@ -37,6 +38,8 @@ from services.router.request.tokens import TokenEstimator
 from services.router.restored_name import parse_routes
 from services.router.sample_sink import SampleSink, parse_collectors
 from services.router.settings import RouterSettings
+from services.router.sharing.bus import LedgerBus
+from services.router.sharing.share import LedgerShare
 from services.router.state.exposition import EndpointCollector
 from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.scraper import ScrapeConfig, Scraper
@@ -118,9 +121,10 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
         policies.on_objectives = director.use_objectives
         if kubernetes is not None:
             feed(kubernetes, director, policies, settings)
-        outcomes = OutcomeSubscriber(
-            settings.pool, settings.nats.connect_options(), director.observe, registry, director.observe_end
-        )
+        link = NatsLink(settings.nats.connect_options(), registry)
+        OutcomeSubscriber(settings.pool, link, director.observe, registry, director.observe_end)
+        share, bus = _sharing(settings, state, link, clock, registry)
+        scraper.share = share
         token = settings.extproc_token
         extproc = ExtProcServer(
             director,
@@ -129,21 +133,42 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
             max_body_bytes=settings.max_body_bytes,
             token=token.get_secret_value() if token else None,
         )
-        app = admin_app(settings, readiness, registry, director, state, ladder, metrics, clock, policies)
+        app = admin_app(settings, readiness, registry, director, state, ladder, metrics, clock, policies, share)
         async with (
             serve_http(app, settings.http_host, settings.http_port) as http,
-            background(stop, discovery.run(), scraper.run(), outcomes.run(), policies.run(), director.holding.run()),
+            background(
+                stop,
+                discovery.run(),
+                scraper.run(),
+                link.run(),
+                policies.run(),
+                director.holding.run(),
+                *([bus.run()] if bus else []),
+            ),
         ):
             await _first_endpoint(state, stop)
             ports = await extproc.start(
                 settings.extproc_host, settings.extproc_port, settings.health_port, _credentials(settings)
             )
-            async with background(stop, _tick(state, readiness, extproc, clock)):
+            async with background(stop, _tick(state, readiness, extproc, clock, link)):
                 log.info("router serving", extproc_port=ports[0], health_port=ports[1], http_port=http[1])
                 await stop.wait()
                 readiness.stopping = True
                 director.let_all_go()
                 await extproc.stop(settings.drain_s, lame_duck_s=settings.lame_duck_s)
+                if bus is not None:
+                    await bus.leave()
+
+
+def _sharing(
+    settings: RouterSettings, state: PoolState, link: NatsLink, clock: Clock, registry: CollectorRegistry
+) -> tuple[LedgerShare | None, LedgerBus | None]:
+    """What makes the ledger one with the other routers', where it is to be."""
+    if not settings.share_ledger:
+        return None, None
+    salt = settings.prefix_salt.get_secret_value().encode() if settings.prefix_salt else None
+    share = LedgerShare(secrets.token_hex(8), state, salt=salt)
+    return share, LedgerBus(settings.pool, share, link, clock, registry, checks=settings.ledger_checks)
 
 
 @contextlib.asynccontextmanager
@@ -210,7 +235,7 @@ async def _first_endpoint(state: PoolState, stop: asyncio.Event) -> None:
                 await asyncio.sleep(_TICK_S)
 
 
-async def _tick(state: PoolState, readiness: Readiness, extproc: ExtProcServer, clock: Clock) -> None:
+async def _tick(state: PoolState, readiness: Readiness, extproc: ExtProcServer, clock: Clock, link: NatsLink) -> None:
     """Let the ledger's timers run in a quiet pool, and tell probes whether there is an endpoint."""
     ready: bool | None = None
     while True:
@@ -219,6 +244,7 @@ async def _tick(state: PoolState, readiness: Readiness, extproc: ExtProcServer, 
             readiness.met(_ENDPOINT)
         else:
             readiness.unmet(_ENDPOINT, "none is ready")
+        readiness.degraded("nats", None if link.connected else "not connected: no outcomes, no word of other routers")
         if ready is not readiness.ready:
             ready = readiness.ready
             await extproc.set_ready(ready)

@@ -100,8 +100,12 @@ class RouterSettings(ServiceSettings):
     """Bearer token that the collectors ask for."""
     probe_user_agents: str = "kube-probe/,GoogleHC/,ELB-HealthChecker/,Prometheus/"
     """Comma-separated beginnings of user agents whose requests make no sample."""
+    share_ledger: bool = True
+    """Whether this router tells the pool's other routers over NATS what it dispatched, and is told."""
+    ledger_checks: bool = False
+    """For debugging: look for inconsistencies of the ledger once a second."""
     prefix_salt: SecretStr | None = None
-    """Key of the prefix hashes, shared by the routers of a pool; random without one."""
+    """Key of the prefix hashes, the same for all routers of a pool; random without one, and prefixes aren't shared."""
     scrape_timeout_ms: PositiveMs = 1_000.0
     scrape_stale_ms: PositiveMs = 5_000.0
     """Older scraped values count as unknown."""

@@ -59,6 +59,8 @@ BUILT = {
     "samples_subject": (("chat",), "leadtime.samples.v1.chat"),
     "dead_subject": (("chat",), "leadtime.dead.v1.chat"),
     "unsampled_subject": (("chat",), "leadtime.unsampled.v1.chat"),
+    "ledger_subject": (("chat",), "leadtime.ledger.v1.chat"),
+    "ledger_inbox": (("chat", "0a1b"), "leadtime.ledger.v1.chat.to.0a1b"),
     "trainer_durable": (("chat",), "leadtime-trainer-chat"),
     "bundle_key": (
         ("chat", "0123456789abcdef", "1796025524000-0a1b2c3d"),

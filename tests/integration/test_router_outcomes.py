@@ -12,6 +12,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
+from services.router.nats_link import NatsLink
 from services.router.outcomes import OutcomeSubscriber
 from shared.names import samples_subject, unsampled_subject
 from shared.samples import LatencySample, encode_sample
@@ -29,7 +30,9 @@ def to(server: NatsServer) -> dict[str, Any]:
 async def subscribed(options: dict[str, Any]) -> AsyncIterator[tuple[list[LatencySample], CollectorRegistry]]:
     seen: list[LatencySample] = []
     registry = CollectorRegistry()
-    task = asyncio.create_task(OutcomeSubscriber("default", options, seen.append, registry).run())
+    link = NatsLink(options, registry)
+    OutcomeSubscriber("default", link, seen.append, registry)
+    task = asyncio.create_task(link.run())
     try:
         yield seen, registry
     finally:
@@ -66,8 +69,9 @@ async def test_samples_reach_the_router_and_damage_is_counted(nats: NatsServer) 
 async def test_the_end_of_a_request_without_a_sample_reaches_the_router(nats: NatsServer) -> None:
     seen: list[Unsampled] = []
     registry = CollectorRegistry()
-    subscriber = OutcomeSubscriber("default", to(nats), lambda _: None, registry, seen.append)
-    task = asyncio.create_task(subscriber.run())
+    link = NatsLink(to(nats), registry)
+    OutcomeSubscriber("default", link, lambda _: None, registry, seen.append)
+    task = asyncio.create_task(link.run())
     end = Unsampled(decision_id="a", reason=Reason.NOT_SUCCESS, status=500, endpoint="127.0.0.1:1")
     try:
 
@@ -135,10 +139,10 @@ async def _raw(server: NatsServer, data: bytes, subject: str = samples_subject("
 
 
 async def test_an_outage_is_logged_once_however_often_the_client_tries() -> None:
-    subscriber = OutcomeSubscriber("default", {}, lambda _: None, CollectorRegistry())
+    link = NatsLink({}, CollectorRegistry())
     with structlog.testing.capture_logs() as logs:
         for _ in range(100):
-            await subscriber._on_error(ConnectionRefusedError())
-        await subscriber._on_reconnect()
-        await subscriber._on_error(ConnectionRefusedError())
+            await link._on_error(ConnectionRefusedError())
+        await link._on_reconnect()
+        await link._on_error(ConnectionRefusedError())
     assert [entry["event"] for entry in logs] == ["nats error", "nats answers again", "nats error"]

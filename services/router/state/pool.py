@@ -297,8 +297,8 @@ class PoolState:
         )
         if len(self._records) > _MAX_RECORDS:
             self._records.popitem(last=False)
+        self.prefixes.insert(match.names, slot)
         if match.names:
-            self.prefixes.insert(match.names, slot)
             self._hold(decision_id, match)
         return True
 

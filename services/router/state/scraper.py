@@ -4,6 +4,9 @@ One task per endpoint. A busy endpoint is scraped 4 times a second, an idle one 
 probed at growing intervals until it answers again. Health and models are asked on joining, after a restart of the
 server's process, after a failed request, and every half minute. Nothing waits for any of this.
 
+Routers that share what they know share the scrapes out: one whose turn it isn't is told the values, and asks a ready
+endpoint itself only when health and models are due.
+
 Limits: HTTP without TLS. A server without `/metrics` (404) is used with its scraped values unknown; one that doesn't
 list its models (401, 403, 404, 405, 501) may serve any. Answers are cut off at a size; redirects aren't followed.
 """
@@ -13,7 +16,7 @@ import contextlib
 import random
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, Protocol
 
 import aiohttp
 import msgspec
@@ -21,7 +24,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from services.router.state.pool import PoolState
-from services.router.state.vllm_metrics import MetricsPageError, parse_metrics
+from services.router.state.vllm_metrics import EngineMetrics, MetricsPageError, parse_metrics
 from shared.clock import Clock
 from shared.telemetry import STEP_BUCKETS_S, seconds
 
@@ -61,6 +64,18 @@ class ScrapeConfig:
     max_page_bytes: int = 4 * 1024 * 1024
     max_connections: int = 256
     api_key: str | None = None
+
+
+class ScrapeShare(Protocol):
+    """Who scrapes what among routers."""
+
+    def owns(self, address: str, now_ms: float) -> bool:
+        """Whether this router is to scrape an endpoint that is ready."""
+        ...
+
+    def probed(self, address: str, now_ms: float, *, ready: bool, metrics: EngineMetrics | None) -> None:
+        """What a probe has said; None where there was no page of metrics."""
+        ...
 
 
 class _ProbeFailed(Exception):
@@ -108,6 +123,7 @@ class Scraper:
         self._clock = clock
         self._rng = rng
         self._config = config or ScrapeConfig()
+        self.share: ScrapeShare | None = None
         self._watches: dict[str, _Watch] = {}
         self._changed = asyncio.Event()
         self._models = msgspec.json.Decoder(_Models)
@@ -171,8 +187,12 @@ class Scraper:
         while True:
             watch.wake.clear()
             started_ms = self._clock.monotonic_ms()
+            if self._left_to_a_peer(address, watch, started_ms):
+                watch.probed_ms = started_ms
+                await self._pause(address, watch)
+                continue
             try:
-                await self._probe(session, address, watch)
+                metrics = await self._probe(session, address, watch)
             except _ProbeFailed as failure:
                 self._failed(address, watch, failure.reason)
             except Exception:  # one endpoint's oddity must not end its watch
@@ -183,9 +203,19 @@ class Scraper:
                 self._results.labels("ok").inc()
                 if self._pool.set_ready(address, ready=True, now_ms=self._clock.monotonic_ms()):
                     self._log.info("endpoint ready", endpoint=address)
+                self._tell(address, metrics, ready=True)
             watch.probed_ms = self._clock.monotonic_ms()
             self._duration.observe(seconds(watch.probed_ms - started_ms))
             await self._pause(address, watch)
+
+    def _left_to_a_peer(self, address: str, watch: _Watch, now_ms: float) -> bool:
+        """Whether another router scrapes it, and there is nothing that this one must see for itself."""
+        due = watch.failures > 0 or now_ms >= watch.full_at_ms
+        return not due and self.share is not None and not self.share.owns(address, now_ms)
+
+    def _tell(self, address: str, metrics: EngineMetrics | None, *, ready: bool) -> None:
+        if self.share is not None:
+            self.share.probed(address, self._clock.monotonic_ms(), ready=ready, metrics=metrics)
 
     async def _pause(self, address: str, watch: _Watch) -> None:
         """Until the endpoint's next probe is due, or a failed request asks for one."""
@@ -211,13 +241,15 @@ class Scraper:
         watch.failures += 1
         watch.full_at_ms = 0.0
         self._results.labels(reason.value).inc()
+        self._tell(address, None, ready=False)
         certain = reason in {ScrapeFailure.REFUSED, ScrapeFailure.UNHEALTHY}
         if (certain or watch.failures >= self._config.failures_to_unready) and self._pool.set_ready(
             address, ready=False
         ):
             self._log.warning("endpoint not ready", endpoint=address, reason=reason.value)
 
-    async def _probe(self, session: aiohttp.ClientSession, address: str, watch: _Watch) -> None:
+    async def _probe(self, session: aiohttp.ClientSession, address: str, watch: _Watch) -> EngineMetrics | None:
+        metrics: EngineMetrics | None = None
         status, page = await self._get(session, address, "/metrics")
         if status == 200:
             try:
@@ -237,6 +269,7 @@ class Scraper:
             await self._ask_health(session, address)
             self._pool.set_models(address, await self._ask_models(session, address))
             watch.full_at_ms = self._clock.monotonic_ms() + self._config.full_interval_ms
+        return metrics
 
     async def _ask_health(self, session: aiohttp.ClientSession, address: str) -> None:
         status, _ = await self._get(session, address, "/health")
