@@ -51,14 +51,17 @@ class _Instant(IntEnum):
     OLDEST_PENDING = 0
     SCRAPED = 1
     DECODE_SINCE_MEAN = 2
-    DECODE_INPUT_TOKENS = 3
-    TOKENS_PER_MS = 4
+    HEAD_SINCE = 3
+    DECODE_INPUT_TOKENS = 4
+    TOKENS_PER_MS = 5
+    HEAD_TOKENS = 6
+    HEAD_TOKENS_PER_MS = 7
 
 
 # Not infinity: an age times 0 must be 0.
 _NEVER_MS: Final = 1e18
 _EMPTY_VALUES: Final = np.zeros((len(_Value), 1), np.float32)
-_EMPTY_INSTANTS: Final = np.array([[_NEVER_MS], [-_NEVER_MS], [0.0], [0.0], [0.0]])
+_EMPTY_INSTANTS: Final = np.array([[_NEVER_MS], [-_NEVER_MS], [0.0], [0.0], [0.0], [0.0], [0.0], [0.0]])
 # Weight of the newest step time; half of an old one's weight is gone after 6 outcomes.
 _STEP_TIME_GAIN: Final = 0.1
 _MIN_STEP_MS: Final = 0.1
@@ -130,6 +133,9 @@ class EndpointTable:
         self._oldest = instants[_Instant.OLDEST_PENDING]
         self._decode_since = instants[_Instant.DECODE_SINCE_MEAN]
         self._decode_input = instants[_Instant.DECODE_INPUT_TOKENS]
+        self._head_since = instants[_Instant.HEAD_SINCE]
+        self._head_tokens = instants[_Instant.HEAD_TOKENS]
+        self._head_rate = instants[_Instant.HEAD_TOKENS_PER_MS]
 
     def _blank(self, slot: int) -> None:
         self._values[:, slot] = _EMPTY_VALUES[:, 0]
@@ -239,10 +245,14 @@ class EndpointTable:
         decoding_requests: int,
         decode_input_tokens: int,
         decode_since_sum_ms: int,
+        head_tokens: float = 0.0,
+        head_since_ms: float = 0.0,
+        head_tokens_per_ms: float = 0.0,
     ) -> None:
         """The ledger's sums over one endpoint. `oldest_pending_ms`: when it was dispatched, +inf for none.
 
-        `decode_since_sum_ms`: sum of the instants at which the decoding requests had their first token.
+        `decode_since_sum_ms`: sum of the instants at which the decoding requests had their first token. `head_…`: of
+        the uncached tokens of the request whose turn it is, this many can have been computed, since when and how fast.
         """
         self._pending_tokens[slot] = pending_tokens
         self._pending[slot] = pending_requests
@@ -250,6 +260,9 @@ class EndpointTable:
         self._decoding[slot] = decoding_requests
         self._decode_input[slot] = decode_input_tokens
         self._decode_since[slot] = decode_since_sum_ms / decoding_requests if decoding_requests else 0.0
+        self._head_tokens[slot] = head_tokens
+        self._head_since[slot] = head_since_ms
+        self._head_rate[slot] = head_tokens_per_ms
 
     def set_scraped(
         self, slot: int, *, waiting_requests: float, running_requests: float, kv_cache_utilization: float, now_ms: float
@@ -341,7 +354,12 @@ class EndpointTable:
         growth *= decoding
         growth *= instants[_Instant.TOKENS_PER_MS]
         growth += instants[_Instant.DECODE_INPUT_TOKENS]
-        oldest_age, scrape_age, decode_tokens = ages.astype(np.float32)
+        # The request whose turn it is has been worked on since: what is left of it grows smaller without an event.
+        computed = ages[_Instant.HEAD_SINCE]
+        computed *= instants[_Instant.HEAD_TOKENS_PER_MS]
+        np.minimum(computed, instants[_Instant.HEAD_TOKENS], out=computed)
+        oldest_age, scrape_age, decode_tokens, done = ages.astype(np.float32)
+        pending_tokens -= done
         uncached = np.float32(input_tokens) - matched_tokens.take(slots)
         return Candidates(
             group.addresses,
