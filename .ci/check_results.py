@@ -15,6 +15,7 @@ from typing import Any
 
 POLICIES = ("round-robin", "load-prefix", "leadtime")
 REPLAY_LATENCIES = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "tpot_p90_ms", "e2e_mean_ms", "e2e_p50_ms")
+MODEL_METHODS = ("leadtime", "incumbent-six", "incumbent-thirteen")
 DECISION_PARTS = ("transport", "parse", "features", "policy", "model", "total")
 
 
@@ -95,6 +96,38 @@ def bench_replay(result: Mapping[str, Any]) -> list[str]:
     return faults
 
 
+def bench_model(result: Mapping[str, Any]) -> list[str]:
+    """Faults of `bench/model.py`'s result: the agreed keys, errors above 0, shares in range, every method there."""
+    faults = []
+    for place, row in enumerate(result["extrapolation"]):  # empty where the public data isn't there
+        where = f"extrapolation[{place}] ({row['machine']}, {row['split']}, {row['beyond']}, {row['method']})"
+        faults += [f"{where}: {key} is {row[key]}" for key in ("bias", "mape") if not is_number(row[key])]
+    methods = set()
+    for place, row in enumerate(result["queueing"]):
+        where = f"queueing[{place}] ({row['scenario']}, {row['seed']}, {row['method']}, {row['ledger']})"
+        methods.add(row["method"])
+        faults += [f"{where}: {key} is {row[key]}" for key in ("mape", "p90_ape") if not positive(row[key])]
+        if row["method"] == "leadtime":
+            shares = {"p90_coverage": row["p90_coverage"]} | {
+                f"coverage_by_bin.{name}": found["p90"] for name, found in row["coverage_by_bin"].items()
+            }
+            faults += [f"{where}: {key} is {share}" for key, share in shares.items() if not is_share(share)]
+    if methods != set(MODEL_METHODS):
+        faults.append(f"queueing has {sorted(methods)}")
+    for row in result["drift"]:
+        labels = row["labels_to_recover"]
+        if labels is not None and not 0 <= labels <= 100_000:
+            faults.append(f"drift ({row['kind']}): labels_to_recover is {labels}")
+    for row in result["training"]:
+        faults += [f"training: {key} is {row[key]}" for key in ("rows", "cpu_ms", "rss_mb") if not positive(row[key])]
+    return faults + [f"{key} is empty" for key in ("drift", "training") if not result[key]]
+
+
+def is_share(value: object) -> bool:
+    """A number from 0 to 1."""
+    return is_number(value) and 0 <= value <= 1  # type: ignore[operator]
+
+
 def is_number(value: object) -> bool:
     """A finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -111,6 +144,7 @@ CHECKS = {
     "bench/predictor": bench_predictor,
     "bench/stream": bench_stream,
     "bench/replay": bench_replay,
+    "bench/model": bench_model,
 }
 
 

@@ -24,13 +24,12 @@ from services.trainer.cycle import CycleOptions, run_cycle
 from services.trainer.window import SampleWindow
 
 REQUESTS: Final = 14_000
-QUICK_REQUESTS: Final = 5_000
+QUICK_REQUESTS: Final = 4_000
+QUICK_SCENARIO: Final = "multi-turn-2048"
 SEEDS: Final = (1, 2, 3, 4, 5)
 INCUMBENTS: Final[tuple[Method, ...]] = ("incumbent-six", "incumbent-thirteen")
 EDGES: Final = CalibrationOptions().backlog_edges_tokens
-BIN_NAMES: Final = tuple(
-    f"{low:g}-{high:g}" for low, high in zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True)
-)
+BIN_NAMES: Final = tuple(f"{low:g}-{high:g}" for low, high in zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True))
 # A frozen model is fitted on backlogs up to this quantile of the first part's.
 TRAINED_QUANTILE: Final = 0.8
 BEYOND: Final = 2.0
@@ -41,7 +40,7 @@ Floats = npt.NDArray[Any]
 def queueing(quick: bool) -> list[dict[str, Any]]:
     """One entry per scenario, seed, method and ledger."""
     if quick:
-        return list(rows_of(SCENARIOS["poisson-2048"], 1, QUICK_REQUESTS))
+        return list(rows_of(SCENARIOS[QUICK_SCENARIO], 1, QUICK_REQUESTS))
     return [row for scenario in SCENARIOS.values() for seed in SEEDS for row in rows_of(scenario, seed, REQUESTS)]
 
 
@@ -94,9 +93,7 @@ def errors(actual: Floats, predicted: Floats, judged: npt.NDArray[np.bool_]) -> 
     }
 
 
-def coverage(
-    actual: Floats, watched: Watched, backlog: Floats, judged: npt.NDArray[np.bool_]
-) -> dict[str, Any]:
+def coverage(actual: Floats, watched: Watched, backlog: Floats, judged: npt.NDArray[np.bool_]) -> dict[str, Any]:
     """Which share of the answers came within each predicted quantile, overall and by backlog bin."""
     covered = {level: actual <= watched.column(f"ttft_{level}") for level in ("p50", "p90", "p99")}
     return {

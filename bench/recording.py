@@ -220,7 +220,9 @@ class _Load:
         prompt = min(max(int(prompt_tokens), 8), 16_000)
         output = min(max(int(rng.lognormvariate(math.log(output_median), 0.8)), 1), 1_000)
         cap = rng.random()
-        max_tokens = 0 if cap < 0.4 else 1_024 if cap < 0.7 else max(16, math.ceil(output * rng.uniform(1, 3) / 16) * 16)
+        max_tokens = (
+            0 if cap < 0.4 else 1_024 if cap < 0.7 else max(16, math.ceil(output * rng.uniform(1, 3) / 16) * 16)
+        )
         number = self.count
         self.count += 1
         return _Request(number, self._sessions, turns - 1, prompt, output, max_tokens)
@@ -309,9 +311,7 @@ class _Run:
         return range(start, start + (request.prompt_tokens + request.output_tokens) // BLOCK_TOKENS)
 
     def _engine_request(self, request: _Request) -> EngineRequest:
-        return EngineRequest(
-            str(request.number), request.prompt_tokens, request.output_tokens, self._hashes(request)
-        )
+        return EngineRequest(str(request.number), request.prompt_tokens, request.output_tokens, self._hashes(request))
 
     def _dispatch(self, request: _Request, pods: Sequence[_Pod], rng: random.Random, now_ms: float) -> None:
         home = self._homes.get(request.session)

@@ -1,15 +1,14 @@
 """A router's ledger and a trainer that watch a recording: every prediction is made before its label is known.
 
 The ledger, the endpoint table, the window, the cycle, the calibration and its application are the services' own code,
-in virtual time: rows are taken at dispatch, labels arrive at a request's end (at its next whole second, as the trainer
-pulls and publishes), a fit that is due is served from the second after. Ledgers: `exact` sees every first token, `timer`
-moves entries at the predicted median TTFT, `timer+scrape` is corrected 4 times a second by the server's counters too,
-as the product does where the response doesn't pass through the router.
+in virtual time: rows are taken at dispatch, labels arrive at a request's end (at the next whole second, as the trainer
+pulls and publishes), a fit that is due is served from the second after. Ledgers: `exact` sees every first token,
+`timer` moves entries at the predicted median TTFT, `timer+scrape` is corrected 4 times a second by the server's
+counters too, as the product does where the response doesn't pass through the router.
 
 Limits: what a fit takes in wall time is one virtual second; a refused challenger costs nothing.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -188,7 +187,9 @@ def watch(
             scrape: Scrape = event.what
             # Pods are scraped in turns.
             if scrape.number % SCRAPES_PER_CORRECTION == scrape.pod % SCRAPES_PER_CORRECTION:
-                _scraped(table, ledger, endpoints[scrape.pod].slot, scrape, now_ms, correct=ledger_kind == "timer+scrape")
+                _scraped(
+                    table, ledger, endpoints[scrape.pod].slot, scrape, now_ms, correct=ledger_kind == "timer+scrape"
+                )
         else:
             i = event.what
             completed = event.kind is Kind.END
@@ -232,9 +233,7 @@ def _expected_output_tokens(max_tokens: int, usual: float | None) -> float | Non
     return float(max_tokens) if usual is None else min(float(max_tokens), usual)
 
 
-def _scraped(
-    table: EndpointTable, ledger: Ledger, slot: int, scrape: Scrape, now_ms: float, *, correct: bool
-) -> None:
+def _scraped(table: EndpointTable, ledger: Ledger, slot: int, scrape: Scrape, now_ms: float, *, correct: bool) -> None:
     table.set_scraped(
         slot,
         waiting_requests=scrape.waiting_requests,

@@ -37,8 +37,8 @@ _DEFAULT_MS_PER_TOKEN: Final = 0.1
 _RATE_GAIN: Final = 0.1
 # Of the request whose turn it is, the ledger believes at most this share computed before its first token is certain.
 _HEAD_MOST: Final = 0.95
-# A scrape shows a request in prefill that is overdue: this share of its own time is still to come (in `bench/model.py`'s
-# recordings TTFT error 11.2 % with 0.05, 11.3 % with 0.15, 12.1 % with 0.3, exact 10.8 %).
+# A scrape shows a request in prefill that is overdue: this share of its own time is still to come (in recordings of
+# `bench/model.py` TTFT error 11.2 % with 0.05, 11.3 % with 0.15, 12.1 % with 0.3; exact 10.8 %).
 _OVERDUE_LEFT: Final = 0.05
 # A scrape shows one done before it was due: those behind it are due earlier by this share of the difference.
 _EARLY_SHARE: Final = 0.5

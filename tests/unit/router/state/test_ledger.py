@@ -320,8 +320,8 @@ def test_a_request_that_another_endpoint_serves_is_counted_there_and_leaves_no_t
     bed.add("a", 1.0, tokens=300)
     bed.add("b", 2.0, tokens=200)
     assert bed.ledger.move("a", bed.slots[1], uncached_tokens=250, predicted_ttft_ms=40.0, now_ms=100.0)
-    assert bed.seen(110.0) == (1, 200, 108, 0)
-    assert bed.seen(110.0, 1) == (1, 250, 10, 0)
+    assert bed.seen(110.0) == (1, 10, 108, 0)  # overdue since 52
+    assert bed.seen(110.0, 1) == (1, 187.5, 10, 0)  # a quarter of its 40 ms is over
     bed.scrape(120.0, 0, 1, first_tokens=8)  # one first token is all that the first endpoint will ever show
     assert bed.seen(120.0) == (0, 0, 0, 1)
     bed.ledger.advance(140.0)
