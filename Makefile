@@ -2,7 +2,7 @@
 #
 #   make demo    the whole system on this machine with simulated model servers   SECONDS=36 JSON=file RATE=… SEED=…
 #   make up      the same in front of your own servers   ENDPOINTS="http://host:8000;hardware_class=h100 …"
-#                PORT=8080 PROFILE=leadtime API=http://host:port
+#                PORT=8080 PROFILE=leadtime API=http://host:port ROUTERS=1
 #   make test    every test          make check   format, lint, types, imports, unit tests
 #   make test-tensor   the tensor rendering with Hummingbird and PyTorch, in .venv/tensor
 #   make fuzz    200,000 raw ext-proc streams, some minutes   CASES=…
@@ -34,7 +34,7 @@ demo: $(VENV)/.local
 
 up: $(VENV)/.local
 	@$(if $(strip $(ENDPOINTS)),,echo 'which servers? make up ENDPOINTS="http://host:8000 http://host:8001"' >&2; exit 2)
-	@$(BIN)/leadtime up $(foreach endpoint,$(ENDPOINTS),--endpoint '$(endpoint)') $(if $(PORT),--port $(PORT)) $(if $(PROFILE),--profile $(PROFILE)) $(if $(API),--api $(API))
+	@$(BIN)/leadtime up $(foreach endpoint,$(ENDPOINTS),--endpoint '$(endpoint)') $(if $(PORT),--port $(PORT)) $(if $(PROFILE),--profile $(PROFILE)) $(if $(API),--api $(API)) $(if $(ROUTERS),--routers $(ROUTERS))
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile

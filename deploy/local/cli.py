@@ -104,6 +104,9 @@ def up(
         ),
     ] = "leadtime",
     predictors: Annotated[int, typer.Option(min=0, max=16, help="Predictor processes.")] = 1,
+    routers: Annotated[
+        int, typer.Option(min=1, max=16, help="Router processes, all active; they share their ledger over NATS.")
+    ] = 1,
     state: Annotated[
         Path, typer.Option(help="Directory that keeps samples and bundles from one run to the next.")
     ] = Path(".run/state"),
@@ -134,6 +137,7 @@ def up(
         api=api_address,
         profile=profile,
         predictors=predictors,
+        routers=routers,
         run_dir=_run_dir("up"),
         state_dir=state.absolute(),
         environment=dict(os.environ),

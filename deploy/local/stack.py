@@ -4,7 +4,7 @@
 stops them in order. Its place: under `leadtime demo`, `leadtime up` and the end-to-end tests. The commands and the
 environment of each child are built by pure functions of the addresses; `processes.py` runs them.
 
-Limits: one router, one collector, one trainer; plain HTTP on loopback; Linux for the guarantee that a killed parent
+Limits: one collector, one trainer; plain HTTP on loopback; Linux for the guarantee that a killed parent
 leaves no child.
 """
 
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import random
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -59,6 +60,8 @@ class StackConfig:
     """How Envoy shows bodies to the router."""
     profile: str = "leadtime"
     predictors: int = 1
+    routers: int = 1
+    """All active, each an endpoint of Envoy's picker cluster; they share their ledger over NATS."""
     pool: str = "default"
     state_dir: Path | None = None
     """Where samples and bundles outlive the stack; None: in the run directory, removed at the end."""
@@ -72,6 +75,17 @@ class StackConfig:
             raise ValueError("either endpoints or simulated must be given")
         if self.predictors < 0:
             raise ValueError(f"predictors must be 0 or more, got {self.predictors}")
+        if self.routers < 1:
+            raise ValueError(f"routers must be 1 or more, got {self.routers}")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterPorts:
+    """Where one router listens."""
+
+    extproc: int
+    health: int
+    http: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +97,7 @@ class Addresses:
     nats: int
     nats_monitor: int
     redis: int
-    router_extproc: int
-    router_health: int
-    router_http: int
+    routers: tuple[RouterPorts, ...]
     collector_als: int
     collector_http: int
     trainer_http: int
@@ -107,8 +119,18 @@ class Addresses:
         return f"redis://{LOOPBACK}:{self.redis}/0"
 
     @property
+    def router_extproc(self) -> int:
+        """The first router's."""
+        return self.routers[0].extproc
+
+    @property
     def router_url(self) -> str:
-        return http_url(self.router_http)
+        """The first router's."""
+        return http_url(self.routers[0].http)
+
+    @property
+    def router_urls(self) -> tuple[str, ...]:
+        return tuple(http_url(router.http) for router in self.routers)
 
     @property
     def collector_url(self) -> str:
@@ -142,22 +164,24 @@ def reserve_addresses(config: StackConfig, ports: Ports) -> Addresses:
     Raises ConfigurationError for a chosen one that is none.
     """
     listen = config.listen
-    alone = config.predictors == 1  # several can't have one port
+
+    def http_ports(service_name: str, count: int) -> tuple[int, ...]:
+        chosen = _chosen_port(config, service_name) if count == 1 else 0  # several can't have one port
+        return tuple(chosen or ports.reserve() for _ in range(count))
+
     return Addresses(
         gateway=listen if listen.port else Address(listen.host, ports.reserve()),
         envoy_admin=ports.reserve(),
         nats=ports.reserve(),
         nats_monitor=ports.reserve(),
         redis=ports.reserve(),
-        router_extproc=ports.reserve(),
-        router_health=ports.reserve(),
-        router_http=_chosen_port(config, "ROUTER") or ports.reserve(),
+        routers=tuple(
+            RouterPorts(ports.reserve(), ports.reserve(), http) for http in http_ports("ROUTER", config.routers)
+        ),
         collector_als=ports.reserve(),
         collector_http=_chosen_port(config, "COLLECTOR") or ports.reserve(),
         trainer_http=_chosen_port(config, "TRAINER") or ports.reserve(),
-        predictors_http=tuple(
-            (_chosen_port(config, "PREDICTOR") if alone else 0) or ports.reserve() for _ in range(config.predictors)
-        ),
+        predictors_http=http_ports("PREDICTOR", config.predictors),
         sim_control=ports.reserve() if config.simulated else None,
     )
 
@@ -203,7 +227,7 @@ def envoy_config(
     """What the one Envoy is told; some of it follows from the settings that the router is given. Raises FieldError."""
     return EnvoyConfig(
         endpoints=tuple(endpoint_address(endpoint) for endpoint in endpoints),
-        routers=(RouterAddress(Address(LOOPBACK, addresses.router_extproc), addresses.router_health),),
+        routers=tuple(RouterAddress(Address(LOOPBACK, router.extproc), router.health) for router in addresses.routers),
         collectors=(Address(LOOPBACK, addresses.collector_als),),
         api=(api,) if api else (),
         listen=addresses.gateway,
@@ -309,6 +333,15 @@ class Stack:
         await self._stop()
 
     @property
+    def router_names(self) -> tuple[str, ...]:
+        """Of the children that are routers."""
+        count = self.config.routers
+        return ("router",) if count == 1 else tuple(f"router-{number}" for number in range(1, count + 1))
+
+    def _routers_in_words(self) -> str:
+        return "router" if self.config.routers == 1 else f"{self.config.routers} routers"
+
+    @property
     def http(self) -> aiohttp.ClientSession:
         """The session for probes and for whoever looks at the running stack."""
         if self._http is None:
@@ -341,7 +374,7 @@ class Stack:
             self._report(f"{variable}: yours isn't used, this command sets it itself")
         self._report("starting NATS" + (", Redis and the simulated servers" if self.simulated else " and Redis"))
         await self._start_children(*stores)
-        self._report("starting router, collector, trainer and predictor")
+        self._report(f"starting {self._routers_in_words()}, collector, trainer and predictor")
         await self._start_children(*services)
         self._report("starting Envoy")
         await self._start_children(envoy)
@@ -359,7 +392,10 @@ class Stack:
             "nats": (at.nats, at.nats_monitor),
             "redis": (at.redis,),
             "sim": (*simulated, at.sim_control or 0),
-            "router": (at.router_extproc, at.router_health, at.router_http),
+            **{
+                name: (router.extproc, router.health, router.http)
+                for name, router in zip(self.router_names, at.routers, strict=True)
+            },
             "collector": (at.collector_als, at.collector_http),
             "trainer": (at.trainer_http,),
             "envoy": (at.gateway.port, at.envoy_admin),
@@ -459,23 +495,33 @@ class Stack:
             {"ALS_PORT": at.collector_als, "HTTP_PORT": at.collector_http, "SPOOL_DIR": self._store_dir / "spool"},
         )
         trainer = service("trainer", {"HTTP_PORT": at.trainer_http}, nice=TRAINER_NICE)
-        router = service(
-            "router",
-            {
-                "EXTPROC_PORT": at.router_extproc,
-                "HEALTH_PORT": at.router_health,
-                "HTTP_PORT": at.router_http,
-                "ENDPOINTS": ",".join(self.endpoints),
-                "PREDICTORS": ",".join(at.predictor_urls),
-                "PROFILE": self.config.profile,
-            },
-        )
+        # One salt for all, or they couldn't share what they know of prefix caches.
+        salt = self.config.environment.get("LEADTIME_ROUTER_PREFIX_SALT") or secrets.token_hex(16)
+        routers = [
+            (
+                service(
+                    "router",
+                    {
+                        "EXTPROC_PORT": ports.extproc,
+                        "HEALTH_PORT": ports.health,
+                        "HTTP_PORT": ports.http,
+                        "ENDPOINTS": ",".join(self.endpoints),
+                        "PREDICTORS": ",".join(at.predictor_urls),
+                        "PROFILE": self.config.profile,
+                        "PREFIX_SALT": salt,
+                    },
+                    instance=name.removeprefix("router"),
+                ),
+                # A user's servers may come up later than this; without any the router listens, and isn't ready.
+                self._http_probe(f"{http_url(ports.http)}/readyz") if self.simulated else tcp_probe(ports.extproc),
+            )
+            for name, ports in zip(self.router_names, at.routers, strict=True)
+        ]
         return (
             *predictors,
             (collector, self._http_probe(f"{at.collector_url}/readyz")),
             (trainer, self._http_probe(f"{at.trainer_url}/readyz")),
-            # A user's servers may come up later than this; without any the router listens, and isn't ready.
-            (router, self._http_probe(f"{at.router_url}/readyz") if self.simulated else tcp_probe(at.router_extproc)),
+            *routers,
         )
 
     def _envoy(self) -> tuple[ChildSpec, Probe]:

@@ -35,6 +35,7 @@ class UpOptions:
     api: Address | None
     profile: str
     predictors: int
+    routers: int
     run_dir: Path
     state_dir: Path
     environment: dict[str, str]
@@ -58,6 +59,7 @@ async def run_up(options: UpOptions, say: Callable[[str], None], make_stack: Cal
             api=options.api,
             profile=options.profile,
             predictors=options.predictors,
+            routers=options.routers,
             state_dir=options.state_dir,
             environment=options.environment,
             drain_s=options.drain_s,
@@ -134,6 +136,7 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
 def where_lines(stack: Stack, findings: Sequence[Finding]) -> list[str]:
     """Where to send requests, and where to look."""
     at = stack.addresses
+    routers = at.router_urls
     model = next((finding.models[0] for finding in findings if finding.models), "MODEL")
     body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     lines = [
@@ -141,12 +144,14 @@ def where_lines(stack: Stack, findings: Sequence[Finding]) -> list[str]:
         f"send requests to {at.gateway_url}/v1, for example:",
         f"  curl -N {at.gateway_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
         "and look at",
-        f"  endpoints as the router sees them   {at.router_url}/v1/endpoints",
-        f"  the newest decisions, and why       {at.router_url}/v1/decisions",
-        f"  counts by rung, bundles, error      {at.router_url}/v1/stats",
+        *(f"  endpoints as the router sees them   {url}/v1/endpoints" for url in routers),
+        *(f"  the newest decisions, and why       {url}/v1/decisions" for url in routers),
+        *(f"  counts by rung, bundles, error      {url}/v1/stats" for url in routers),
+        *(f"  its word from the other routers     {url}/v1/peers" for url in routers if len(routers) > 1),
         f"  the model                           {at.trainer_url}/v1/model",
         *(f"  the bundle that answers             {url}/v1/status" for url in at.predictor_urls),
         f"/metrics and /readyz of               {at.router_url} (router)  {at.collector_url} (collector)",
+        *(f"                                      {url} (router)" for url in routers[1:]),
         f"                                      {at.trainer_url} (trainer)"
         + "".join(f"  {url} (predictor)" for url in at.predictor_urls),
         f"Envoy's own                           {at.envoy_admin_url}/stats/prometheus",

@@ -107,7 +107,11 @@ def servers(count: int = 3, **fields: Any) -> ProcessSpec:
 
 
 async def running(
-    directory: Path, spec: ProcessSpec, environment: dict[str, str] | None = None, predictors: int = 1
+    directory: Path,
+    spec: ProcessSpec,
+    environment: dict[str, str] | None = None,
+    predictors: int = 1,
+    routers: int = 1,
 ) -> AsyncIterator[Running]:
     """A stack in front of `spec`, with the demo's ordinary service under /api."""
     async with serve_api() as api, httpx.AsyncClient(timeout=30.0) as client:
@@ -118,6 +122,7 @@ async def running(
             api=Address(host, int(port)),
             environment={**os.environ, "LEADTIME_TRAINER_RETRAIN_INTERVAL_MS": "1000", **(environment or {})},
             predictors=predictors,
+            routers=routers,
         )
         async with Stack(config, rng=random.Random()) as stack:
             yield Running(stack, client)

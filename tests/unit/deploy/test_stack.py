@@ -38,12 +38,13 @@ def addresses(ports: Ports, **fields: object) -> Addresses:
 
 
 def test_every_listener_has_a_port_of_its_own(ports: Ports) -> None:
-    at = addresses(ports, predictors=3)
+    at = addresses(ports, predictors=3, routers=2)
     numbers = [
-        at.gateway.port, at.envoy_admin, at.nats, at.nats_monitor, at.redis, at.router_extproc, at.router_health,
-        at.router_http, at.collector_als, at.collector_http, at.trainer_http, *at.predictors_http, at.sim_control,
+        at.gateway.port, at.envoy_admin, at.nats, at.nats_monitor, at.redis,
+        *(port for router in at.routers for port in (router.extproc, router.health, router.http)),
+        at.collector_als, at.collector_http, at.trainer_http, *at.predictors_http, at.sim_control,
     ]  # fmt: skip
-    assert len(set(numbers)) == len(numbers) == 15
+    assert len(set(numbers)) == len(numbers) == 18
     assert all(numbers)
 
 
@@ -58,8 +59,10 @@ def test_a_port_that_the_user_sets_for_a_service_s_http_is_kept(ports: Ports) ->
         f"LEADTIME_{name}_HTTP_PORT": str(at) for at, name in enumerate(("ROUTER", "TRAINER", "PREDICTOR"), 9_001)
     }
     at = addresses(ports, environment=chosen)
-    assert (at.router_http, at.trainer_http, at.predictors_http) == (9_001, 9_002, (9_003,))
-    assert 9_003 not in addresses(ports, environment=chosen, predictors=2).predictors_http
+    assert (at.routers[0].http, at.trainer_http, at.predictors_http) == (9_001, 9_002, (9_003,))
+    several = addresses(ports, environment=chosen, predictors=2, routers=2)
+    assert 9_003 not in several.predictors_http
+    assert 9_001 not in [router.http for router in several.routers]
     with pytest.raises(ConfigurationError, match="LEADTIME_ROUTER_HTTP_PORT: found '-1'; allowed: 0 to 65535"):
         addresses(ports, environment={"LEADTIME_ROUTER_HTTP_PORT": "-1"})
 
@@ -82,6 +85,15 @@ def test_envoy_gets_the_addresses_without_the_attributes(ports: Ports) -> None:
     config = envoy_config(addresses(ports), ("http://127.0.0.1:1;hardware_class=h100", "http://[::1]:2"), None)
     assert config.endpoints == (Address("127.0.0.1", 1), Address("::1", 2))
     assert config.api == ()
+
+
+def test_every_router_is_an_endpoint_of_envoys_picker(ports: Ports) -> None:
+    at = addresses(ports, routers=4)
+    config = envoy_config(at, ("http://127.0.0.1:1",), None)
+    assert [(router.address.port, router.health_port) for router in config.routers] == [
+        (router.extproc, router.health) for router in at.routers
+    ]
+    assert len(set(at.router_urls)) == 4
 
 
 def test_an_endpoint_that_envoy_would_not_reach_is_refused() -> None:
