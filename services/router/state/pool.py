@@ -169,6 +169,8 @@ class PoolState:
         """Called with an endpoint's address when a request to it failed, or a peer sees it otherwise than we do:
         whoever probes can do so at once.
         """
+        self.on_first_request: Callable[[str], None] | None = None
+        """Called with an endpoint's address when a request comes to it while it has none."""
         self.on_endpoints_changed: Callable[[], None] | None = None
         """Called when an endpoint was added, retired or removed."""
         self.journal: Journal | None = None
@@ -282,6 +284,8 @@ class PoolState:
         )
         if not added:
             return False
+        if self.on_first_request is not None and self.ledger.in_flight(slot) == 1:
+            self.on_first_request(endpoint.address)
         pending, ahead_tokens = self.ledger.pending(slot)
         self._records[decision_id] = _Record(
             endpoint.address,

@@ -12,17 +12,16 @@ list its models (401, 403, 404, 405, 501) may serve any. Answers are cut off at 
 """
 
 import asyncio
-import contextlib
 import random
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
-import aiohttp
 import msgspec
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from services.router.state.page_client import PageBrokenError, PageClient, PageTooLargeError
 from services.router.state.pool import PoolState
 from services.router.state.vllm_metrics import EngineMetrics, MetricsPageError, parse_metrics
 from shared.clock import Clock
@@ -62,7 +61,6 @@ class ScrapeConfig:
     max_backoff_ms: float = 5_000.0
     failures_to_unready: int = 2
     max_page_bytes: int = 4 * 1024 * 1024
-    max_connections: int = 256
     api_key: str | None = None
 
 
@@ -95,13 +93,16 @@ class _Models(msgspec.Struct):
 class _Watch:
     """What the scraper remembers of one endpoint."""
 
-    __slots__ = ("failures", "full_at_ms", "missing", "probed_ms", "task", "wake")
+    __slots__ = ("client", "failures", "full_at_ms", "missing", "next_ms", "probed_ms", "task", "wake")
 
-    def __init__(self) -> None:
+    def __init__(self, client: PageClient) -> None:
+        self.client = client
         self.failures = 0
         self.full_at_ms = 0.0
         """When health and models are due; 0 is at once."""
         self.probed_ms = 0.0
+        self.next_ms = 0.0
+        """When the next probe is due, while it is waited for."""
         self.missing: tuple[str, ...] = ()
         self.wake = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
@@ -139,6 +140,7 @@ class Scraper:
         )
         pool.on_endpoints_changed = self._changed.set
         pool.on_upstream_failure = self.probe_soon
+        pool.on_first_request = self._got_work
 
     @property
     def watched(self) -> int:
@@ -150,40 +152,43 @@ class Scraper:
         watch = self._watches.get(address)
         if watch is not None:
             watch.full_at_ms = 0.0
+            watch.next_ms = 0.0
             watch.wake.set()
 
     async def run(self) -> None:
         """Watch whatever endpoints the pool has, until cancelled."""
-        connector = aiohttp.TCPConnector(limit=self._config.max_connections, limit_per_host=2)
-        headers = {"Accept-Encoding": "identity"}
-        if self._config.api_key:
-            headers["Authorization"] = f"Bearer {self._config.api_key}"
-        async with aiohttp.ClientSession(
-            connector=connector, headers=headers, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
-        ) as session:
-            try:
-                while True:
-                    self._changed.clear()
-                    await self._follow(session)
-                    await self._changed.wait()
-            finally:
-                await self._stop(list(self._watches))
+        try:
+            while True:
+                self._changed.clear()
+                await self._follow()
+                await self._changed.wait()
+        finally:
+            await self._stop(list(self._watches))
 
-    async def _follow(self, session: aiohttp.ClientSession) -> None:
+    async def _follow(self) -> None:
         """Start a task for each new endpoint, end those of the ones that are gone."""
         present = {endpoint.address for endpoint in self._pool.table}
         await self._stop([address for address in self._watches if address not in present])
         for address in present - self._watches.keys():
-            watch = self._watches[address] = _Watch()
-            watch.task = asyncio.create_task(self._watch(session, address, watch), name=f"scrape {address}")
+            watch = self._watches[address] = _Watch(self._client(address))
+            watch.task = asyncio.create_task(self._watch(address, watch), name=f"scrape {address}")
+
+    def _client(self, address: str) -> PageClient:
+        headers = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "leadtime-router"}
+        if self._config.api_key:
+            headers["Authorization"] = f"Bearer {self._config.api_key}"
+        return PageClient(address, headers, timeout_ms=self._config.timeout_ms, max_bytes=self._config.max_page_bytes)
 
     async def _stop(self, addresses: list[str]) -> None:
-        tasks = [task for address in addresses if (task := self._watches.pop(address).task) is not None]
+        watches = [self._watches.pop(address) for address in addresses]
+        tasks = [watch.task for watch in watches if watch.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for watch in watches:
+            watch.client.close()
 
-    async def _watch(self, session: aiohttp.ClientSession, address: str, watch: _Watch) -> None:
+    async def _watch(self, address: str, watch: _Watch) -> None:
         while True:
             watch.wake.clear()
             started_ms = self._clock.monotonic_ms()
@@ -192,7 +197,7 @@ class Scraper:
                 await self._pause(address, watch)
                 continue
             try:
-                metrics = await self._probe(session, address, watch)
+                metrics = await self._probe(address, watch)
             except _ProbeFailed as failure:
                 self._failed(address, watch, failure.reason)
             except Exception:  # one endpoint's oddity must not end its watch
@@ -218,24 +223,32 @@ class Scraper:
             self.share.probed(address, self._clock.monotonic_ms(), ready=ready, metrics=metrics)
 
     async def _pause(self, address: str, watch: _Watch) -> None:
-        """Until the endpoint's next probe is due, or a failed request asks for one."""
+        """Until the endpoint's next probe is due, a failed request asks for one, or an idle endpoint gets work."""
         config = self._config
         jitter = self._rng.uniform(1 - _JITTER, 1 + _JITTER)
-        while True:
-            if watch.failures:
-                interval_ms = min(config.busy_interval_ms * 2.0 ** min(watch.failures - 1, 16), config.max_backoff_ms)
-            else:
-                busy = self._pool.in_flight_at(address) > 0
-                interval_ms = config.busy_interval_ms if busy else config.idle_interval_ms
-            left_ms = watch.probed_ms + interval_ms * jitter - self._clock.monotonic_ms()
-            if left_ms <= 0:
-                return
-            # In short naps: an idle endpoint that gets work is busy from then on.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left_ms, config.busy_interval_ms) / 1e3):
-                    await watch.wake.wait()
-                break
+        if watch.failures:
+            interval_ms = min(config.busy_interval_ms * 2.0 ** min(watch.failures - 1, 16), config.max_backoff_ms)
+        else:
+            busy = self._pool.in_flight_at(address) > 0
+            interval_ms = config.busy_interval_ms if busy else config.idle_interval_ms
+        watch.next_ms = watch.probed_ms + interval_ms * jitter
+        while (left_ms := watch.next_ms - self._clock.monotonic_ms()) > 0:
+            woken = asyncio.get_running_loop().call_later(left_ms / 1e3, watch.wake.set)
+            try:
+                await watch.wake.wait()
+            finally:
+                woken.cancel()
+            watch.wake.clear()
         await asyncio.sleep(max(0.0, watch.probed_ms + _MIN_GAP_MS - self._clock.monotonic_ms()) / 1e3)
+
+    def _got_work(self, address: str) -> None:
+        """An idle endpoint is busy from here on: its next probe comes at a busy one's pace."""
+        watch = self._watches.get(address)
+        if watch is not None and not watch.failures:
+            soon_ms = watch.probed_ms + self._config.busy_interval_ms
+            if soon_ms < watch.next_ms:
+                watch.next_ms = soon_ms
+                watch.wake.set()
 
     def _failed(self, address: str, watch: _Watch, reason: ScrapeFailure) -> None:
         watch.failures += 1
@@ -248,9 +261,9 @@ class Scraper:
         ):
             self._log.warning("endpoint not ready", endpoint=address, reason=reason.value)
 
-    async def _probe(self, session: aiohttp.ClientSession, address: str, watch: _Watch) -> EngineMetrics | None:
+    async def _probe(self, address: str, watch: _Watch) -> EngineMetrics | None:
         metrics: EngineMetrics | None = None
-        status, page = await self._get(session, address, "/metrics")
+        status, page = await self._get(watch, "/metrics")
         if status == 200:
             try:
                 metrics = parse_metrics(page)
@@ -266,18 +279,18 @@ class Scraper:
         else:
             raise _ProbeFailed(ScrapeFailure.HTTP_STATUS)
         if self._clock.monotonic_ms() >= watch.full_at_ms:
-            await self._ask_health(session, address)
-            self._pool.set_models(address, await self._ask_models(session, address))
+            await self._ask_health(watch)
+            self._pool.set_models(address, await self._ask_models(watch))
             watch.full_at_ms = self._clock.monotonic_ms() + self._config.full_interval_ms
         return metrics
 
-    async def _ask_health(self, session: aiohttp.ClientSession, address: str) -> None:
-        status, _ = await self._get(session, address, "/health")
+    async def _ask_health(self, watch: _Watch) -> None:
+        status, _ = await self._get(watch, "/health")
         if status != 200 and status not in _UNSUPPORTED:
             raise _ProbeFailed(ScrapeFailure.UNHEALTHY)
 
-    async def _ask_models(self, session: aiohttp.ClientSession, address: str) -> frozenset[str] | None:
-        status, body = await self._get(session, address, "/v1/models")
+    async def _ask_models(self, watch: _Watch) -> frozenset[str] | None:
+        status, body = await self._get(watch, "/v1/models")
         if status in _UNSUPPORTED:
             return None
         if status != 200:
@@ -288,26 +301,16 @@ class Scraper:
             raise _ProbeFailed(ScrapeFailure.MODELS_INVALID) from None
         return frozenset(model.id for model in listed.data[:_MAX_MODELS])
 
-    async def _get(self, session: aiohttp.ClientSession, address: str, path: str) -> tuple[int, bytes]:
-        limit = self._config.max_page_bytes
-        timeout = aiohttp.ClientTimeout(total=self._config.timeout_ms / 1e3)
-        chunks: list[bytes] = []
-        size = 0
+    async def _get(self, watch: _Watch, path: str) -> tuple[int, bytes]:
         try:
-            async with session.get(f"http://{address}{path}", timeout=timeout, allow_redirects=False) as response:
-                async for chunk in response.content.iter_any():
-                    size += len(chunk)
-                    if size > limit:
-                        response.close()
-                        raise _ProbeFailed(ScrapeFailure.TOO_LARGE)
-                    chunks.append(chunk)
-                return response.status, b"".join(chunks)
+            return await watch.client.get(path)
         except TimeoutError:
             raise _ProbeFailed(ScrapeFailure.TIMEOUT) from None
-        except aiohttp.ClientConnectorError as error:
-            refused = isinstance(error.os_error, ConnectionRefusedError)
-            raise _ProbeFailed(ScrapeFailure.REFUSED if refused else ScrapeFailure.CONNECTION) from None
-        except (aiohttp.ClientError, OSError):
+        except PageTooLargeError:
+            raise _ProbeFailed(ScrapeFailure.TOO_LARGE) from None
+        except ConnectionRefusedError:
+            raise _ProbeFailed(ScrapeFailure.REFUSED) from None
+        except (PageBrokenError, OSError):
             raise _ProbeFailed(ScrapeFailure.CONNECTION) from None
 
     def _report_missing(self, address: str, watch: _Watch, missing: tuple[str, ...]) -> None:
