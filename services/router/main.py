@@ -5,8 +5,8 @@ import contextlib
 import datetime as dt
 import random
 import secrets
-from collections.abc import AsyncIterator
-from typing import Final
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, Final
 
 import grpc
 import numpy as np
@@ -41,6 +41,7 @@ from services.router.settings import RouterSettings
 from services.router.sharing.bus import LedgerBus
 from services.router.sharing.share import LedgerShare
 from services.router.state.exposition import EndpointCollector
+from services.router.state.kv_listener import KvListener, KvListenerConfig
 from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.scraper import ScrapeConfig, Scraper
 from shared.clock import Clock, SystemClock
@@ -144,6 +145,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
                 policies.run(),
                 director.holding.run(),
                 *([bus.run()] if bus else []),
+                *_kv_events(settings, state, clock, registry),
             ),
         ):
             await _first_endpoint(state, stop)
@@ -215,6 +217,17 @@ async def _predictions(
             clock,
             config=LadderConfig(first=settings.ladder, remote_ms=settings.predict_deadline_ms),
         )
+
+
+def _kv_events(
+    settings: RouterSettings, state: PoolState, clock: Clock, registry: CollectorRegistry
+) -> list[Coroutine[Any, Any, None]]:
+    """The listener for what servers say of their KV caches, where one is asked for."""
+    if settings.kv_events is None:
+        return []
+    listener = KvListener(state, clock, registry, KvListenerConfig(settings.kv_events, settings.kv_events_replay_port))
+    listener.start()
+    return [listener.run()]
 
 
 def _credentials(settings: RouterSettings) -> grpc.ServerCredentials | None:

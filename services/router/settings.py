@@ -104,6 +104,13 @@ class RouterSettings(ServiceSettings):
     """Whether this router tells the pool's other routers over NATS what it dispatched, and is told."""
     ledger_checks: bool = False
     """For debugging: look for inconsistencies of the ledger once a second."""
+    kv_events: str | None = None
+    """ZMQ address on which servers may tell of their KV caches (`tcp://127.0.0.1:5557`): they connect, we bind."""
+    kv_events_replay_port: Port | None = None
+    """Port of the servers where missed events can be asked for; without it a gap makes what they said void."""
+    kv_events_open: bool = False
+    """Whether anyone who reaches that port may publish: needed beyond loopback, where a network policy must guard it.
+    """
     prefix_salt: SecretStr | None = None
     """Key of the prefix hashes, the same for all routers of a pool; random without one, and prefixes aren't shared."""
     scrape_timeout_ms: PositiveMs = 1_000.0
@@ -168,6 +175,18 @@ class RouterSettings(ServiceSettings):
     def _paths(cls, text: str) -> str:
         parse_routes(text)
         return text
+
+    @model_validator(mode="after")
+    def _kv_events_guarded(self) -> Self:
+        if self.kv_events is None:
+            return self
+        scheme, _, rest = self.kv_events.partition("://")
+        host = rest.rpartition(":")[0].strip("[]")
+        if scheme not in {"tcp", "ipc"} or not rest:
+            raise ValueError(f"kv_events: found '{self.kv_events[:64]}'; allowed: tcp://HOST:PORT or ipc://PATH")
+        if scheme == "tcp" and not is_loopback(host) and not self.kv_events_open:
+            raise ValueError("kv_events_open is needed: kv_events isn't on loopback, and ZMQ asks for no credential")
+        return self
 
     @field_validator("collectors")
     @classmethod

@@ -323,6 +323,11 @@ class Ledger:
         lane.expected_first_tokens += 1
         self._publish(lane)
 
+    def in_prefill(self, decision_id: str) -> bool:
+        """Whether it is in, and believed not to have had its first token."""
+        entry = self._entries.get(decision_id)
+        return entry is not None and not entry.decoding
+
     def observe_first_token(self, decision_id: str, now_ms: float) -> bool:
         """Its first token has been seen. False if the id isn't in the ledger."""
         entry = self._entries.get(decision_id)

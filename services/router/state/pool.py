@@ -12,7 +12,7 @@ Limits: one event loop.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -20,6 +20,8 @@ import numpy as np
 
 from services.router.request.inference_request import InferenceRequest
 from services.router.request.tokens import TokenEstimator, expected_output_tokens
+from services.router.state.cache_book import CacheBook, TextChange
+from services.router.state.kv_events import KvEvent
 from services.router.state.ledger import Ledger
 from services.router.state.prefix_index import BlockHasher, PrefixIndex, PrefixMatch
 from services.router.state.roles import Role
@@ -40,6 +42,8 @@ _CAPACITY_GROW: Final = 1.02
 _CAPACITY_FLOOR: Final = 0.05
 _CAPACITY_TOLERANCE: Final = 0.05
 _NOTHING_MATCHED: Final = np.zeros(0, np.float32)
+# An event may be on its way a little longer than the end of its request, or be stamped earlier.
+_EVENT_SLACK_MS: Final = 100.0
 _FAILED_UPSTREAM: Final = frozenset({Outcome.UPSTREAM_ERROR, Outcome.UPSTREAM_RESET, Outcome.TIMEOUT})
 
 
@@ -86,6 +90,7 @@ class EndpointStatus:
     scrape_age_ms: float | None
     prefix_blocks: int
     prefix_capacity_blocks: int
+    tells_of_its_cache: bool
 
 
 @dataclass(slots=True)
@@ -106,7 +111,9 @@ class _Record:
     alone: bool
     input_tokens: float
     own: bool
+    dispatched_ms: float
     passed_over: bool = False
+    finished_ms: float | None = None
 
 
 class Journal(Protocol):
@@ -165,6 +172,7 @@ class PoolState:
             default_blocks=config.prefix_default_blocks,
             max_blocks_total=config.prefix_total_blocks,
         )
+        self.cache_book = CacheBook(salt)
         self.on_upstream_failure: Callable[[str], None] | None = None
         """Called with an endpoint's address when a request to it failed, or a peer sees it otherwise than we do:
         whoever probes can do so at once.
@@ -298,6 +306,7 @@ class PoolState:
             pending == 1,
             input_tokens,
             own,
+            dispatched_ms,
         )
         if len(self._records) > _MAX_RECORDS:
             self._records.popitem(last=False)
@@ -415,13 +424,27 @@ class PoolState:
 
         `completed`: the answer came to its end; False for an abort, a reset or a refused connection.
         """
+        record = self._records.get(decision_id)
+        uncomputed = not completed and self.ledger.in_prefill(decision_id)
         slot = self.ledger.slot_of(decision_id)
         removed = self.ledger.remove(decision_id, now_ms, completed=completed)
+        if removed and record is not None:
+            record.finished_ms = now_ms
+            if uncomputed:
+                self._take_back(decision_id, record)
         if self.journal is not None:
             self.journal.ended(decision_id, completed=completed)
         if slot is not None:
             self._forget_if_empty(slot)
         return removed
+
+    def _take_back(self, decision_id: str, record: _Record) -> None:
+        """What a request was to compute, and didn't: the endpoint's cache hasn't got it."""
+        match = self._matches.get(decision_id)
+        if match is None or match.block_tokens <= 0.0:
+            return
+        had = round(record.matched_tokens / match.block_tokens)
+        self.prefixes.discard(match.names[had:], record.slot)
 
     def _forget_if_empty(self, slot: int) -> None:
         endpoint = self.table.at(slot)
@@ -437,6 +460,9 @@ class PoolState:
     def observe_outcome(self, sample: LatencySample, now_ms: float) -> None:
         """Learn from a completed request, ours or another router's."""
         self.advance(now_ms)
+        match = self._matches.get(sample.decision_id)
+        if sample.outcome in _FAILED_UPSTREAM and (failed := self._records.get(sample.decision_id)) is not None:
+            self._take_back(sample.decision_id, failed)
         record = self._settle(sample.decision_id)
         served = self.table.get(sample.endpoint)
         if self.journal is not None:
@@ -455,7 +481,9 @@ class PoolState:
             return  # another endpoint served it in the end, or this one has restarted
         if sample.ttft_ms is not None:
             self.ledger.learn_ttft(record.slot, record.ahead_tokens, sample.ttft_ms)
-        if sample.cached_tokens is not None and record.alone:
+        if sample.input_tokens is not None and match is not None and self.cache_book.live(record.slot):
+            self._learn_chain(record, match, sample.input_tokens, now_ms)
+        elif sample.cached_tokens is not None and record.alone:
             self._learn_cache(served, record, sample.cached_tokens)
 
     def observe_end(self, decision_id: str, now_ms: float) -> None:
@@ -478,6 +506,26 @@ class PoolState:
     def set_expected_output_tokens(self, learned: Mapping[str, float]) -> None:
         """Usual answer lengths in tokens by model, from the trainer's calibration."""
         self._learned_output_tokens = dict(learned)
+
+    def _learn_chain(self, record: _Record, match: PrefixMatch, input_tokens: int, now_ms: float) -> None:
+        """Which blocks of the server's cache the request's prompt became."""
+        if match.block_tokens <= 0.0:  # a peer's: how its text is cut isn't told
+            return
+        changes = self.cache_book.learn(
+            record.slot,
+            match.names,
+            match.block_tokens * input_tokens / max(record.input_tokens, 1.0),
+            input_tokens,
+            record.dispatched_ms - _EVENT_SLACK_MS,
+            (now_ms if record.finished_ms is None else record.finished_ms) + _EVENT_SLACK_MS,
+        )
+        for slot, change in changes.items():
+            self._correct_prefixes(slot, change)
+
+    def _correct_prefixes(self, slot: int, change: TextChange) -> None:
+        self.prefixes.discard(change.gone, slot)
+        if change.held:
+            self.prefixes.add(change.held, slot)
 
     def _learn_cache(self, endpoint: Endpoint, record: _Record, cached_tokens: int) -> None:
         """Less found than believed: the cache holds less than it says, or others use it. Asked only of requests that
@@ -558,6 +606,7 @@ class PoolState:
     def _reset(self, endpoint: Endpoint) -> None:
         self.ledger.drop(endpoint.slot)
         self.prefixes.drop(endpoint.slot)
+        self.cache_book.forget(endpoint.slot)
         self._kv_tokens.pop(endpoint.slot, None)
         self._capacity_factor.pop(endpoint.slot, None)
 
@@ -593,6 +642,24 @@ class PoolState:
             self._kv_tokens[endpoint.slot] = metrics.kv_capacity_tokens
             self._size_shelf(endpoint)
         return renewed
+
+    def observe_kv_events(self, address: str, events: Iterable[KvEvent], now_ms: float) -> bool:
+        """What an endpoint's server says of its KV cache. False if nobody is known there."""
+        endpoint = self.table.get(address)
+        if endpoint is None:
+            return False
+        change = self.cache_book.apply(endpoint.slot, events, now_ms)
+        if change is None:
+            self.prefixes.drop(endpoint.slot)
+        else:
+            self._correct_prefixes(endpoint.slot, change)
+        return True
+
+    def forget_kv_events(self, address: str) -> None:
+        """Events of it were missed: its word no longer holds, the index goes on as without it."""
+        endpoint = self.table.get(address)
+        if endpoint is not None:
+            self.cache_book.forget(endpoint.slot)
 
     def set_ready(self, address: str, ready: bool, now_ms: float | None = None) -> bool:
         """Whether the endpoint answers its probes, at `now_ms` if it may have to ramp up. True if that is a change."""
@@ -660,4 +727,5 @@ class PoolState:
             scrape_age_ms=self.table.scrape_age_ms(slot, now_ms),
             prefix_blocks=self.prefixes.held_blocks(slot),
             prefix_capacity_blocks=self.prefixes.capacity(slot),
+            tells_of_its_cache=self.cache_book.live(slot),
         )

@@ -8,13 +8,14 @@ left. All hashing is numpy over the whole prompt (64 KB: 24 µs): per block a mu
 An endpoint's blocks are kept in LRU order up to what its cache holds; the tail of a prompt counts as older than its
 head, as in vLLM, so a chain never loses its middle. Dropping an endpoint is one bit; its names go in small portions.
 
-Limits: it knows what was dispatched, not what a server evicted. Names are salted: routers that share the salt agree,
+Limits: by itself it knows what was dispatched, not what a server evicted; where servers tell of their caches
+(`cache_book.py`) it is corrected by their word. Names are salted: routers that share the salt agree,
 nobody else can make collisions or read prompts from them. Two different blocks of one prompt collide with 2⁻³².
 """
 
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,10 +34,12 @@ class PrefixMatch:
     """A prompt's block names, and how much of it each endpoint has.
 
     `matched_tokens`: float32 by slot; whole blocks only, in tokens of this prompt. `names`: one a whole block.
+    `block_tokens`: tokens that one block of this prompt is taken to have.
     """
 
     names: list[int]
     matched_tokens: npt.NDArray[np.float32]
+    block_tokens: float = 0.0
 
 
 class BlockHasher:
@@ -133,8 +136,9 @@ class PrefixIndex:
         """How much of a prompt of `input_tokens` each endpoint has; `slots` is the length of the answer's array."""
         names = self.hasher.names(model, prompt)
         matched = self.lookup(names, slots)
-        matched *= np.float32(input_tokens / max(len(prompt), 1))
-        return PrefixMatch(names, matched)
+        tokens_per_byte = input_tokens / max(len(prompt), 1)
+        matched *= np.float32(tokens_per_byte)
+        return PrefixMatch(names, matched, self.hasher.block_bytes * tokens_per_byte)
 
     def lookup(self, names: list[int], slots: int) -> npt.NDArray[np.float32]:
         """Leading bytes that each endpoint has, float32 (slots,)."""
@@ -173,7 +177,27 @@ class PrefixIndex:
                 held[name] = None
                 masks[name] = masks.get(name, 0) | flag
         self._shrink(shelf)
-        self.purge()
+        self.purge(max(_PURGE_PORTION, 2 * len(names)))
+
+    def add(self, names: Iterable[int], slot: int) -> None:
+        """The endpoint says it has these blocks; their place in a chain isn't its business."""
+        shelf = self._shelves.get(slot) or self._open(slot)
+        flag = 1 << shelf.bit
+        for name in names:
+            if name not in shelf.names:
+                shelf.names[name] = None
+                self._masks[name] = self._masks.get(name, 0) | flag
+        self._shrink(shelf)
+
+    def discard(self, names: Iterable[int], slot: int) -> None:
+        """The endpoint hasn't got these blocks, or never computed them."""
+        shelf = self._shelves.get(slot)
+        if shelf is None:
+            return
+        for name in names:
+            if name in shelf.names:
+                del shelf.names[name]
+                self._clear(name, shelf.bit)
 
     def held_names(self, slot: int) -> list[int]:
         """The endpoint's blocks, least recently used first."""
@@ -219,7 +243,9 @@ class PrefixIndex:
         self._dying.append(shelf)
 
     def purge(self, portion: int = _PURGE_PORTION) -> None:
-        """Clear away up to `portion` blocks of dropped endpoints."""
+        """Clear away up to `portion` blocks: of dropped endpoints, then of the fullest where all together have too many
+        (an endpoint that has come since made the others' share smaller).
+        """
         while self._dying and portion > 0:
             shelf = self._dying[0]
             while shelf.names and portion > 0:
@@ -229,6 +255,14 @@ class PrefixIndex:
             if not shelf.names:
                 self._dying.popleft()
                 self._free_bits.append(shelf.bit)
+        excess = min(len(self) - self._max_blocks_total, portion)
+        while excess > 0:
+            fullest = max(self._shelves.values(), key=lambda shelf: len(shelf.names))
+            over = min(excess, max(len(fullest.names) - self._limit(fullest), 1))
+            for _ in range(over):
+                name, _ = fullest.names.popitem(last=False)
+                self._clear(name, fullest.bit)
+            excess -= over
 
     def _open(self, slot: int) -> _Shelf:
         if self._free_bits:

@@ -303,3 +303,36 @@ def test_prompts_of_requests_without_an_outcome_are_kept_within_a_bound():
     for number in range(400):
         pool.observe_end(str(number), 0.0)
     assert pool.held_blocks == 0
+
+
+def matched(pool: PoolState, request=None) -> list[float]:
+    candidates, _ = pool.snapshot(request or make_request(), None, 50.0)
+    return (2_048 - candidates.uncached_tokens).tolist()
+
+
+def test_what_was_sent_and_never_computed_is_in_no_cache():
+    pool = make_pool(A, B)
+    send(pool, "1", A)
+    assert matched(pool) == [2_048, 0]
+    pool.finish("1", 20.0, completed=False)  # aborted, reset or refused before its first token
+    assert matched(pool) == [0, 0]
+
+
+def test_what_an_abort_left_of_an_older_prompt_stays():
+    pool = make_pool(A, B)
+    send(pool, "1", A)
+    pool.observe_first_token("1", 10.0)
+    pool.finish("1", 20.0, completed=False)  # it had been computed
+    longer = make_request(size=8_192)
+    longer = InferenceRequest("m", longer.prompt + b"x" * 4_096, 3_072.0, 50, streamed=True, text_bytes=12_288)
+    send(pool, "2", A, longer, now_ms=30.0)
+    pool.finish("2", 40.0, completed=False)
+    assert matched(pool) == [2_048, 0]
+
+
+def test_a_server_s_error_leaves_nothing_in_its_cache():
+    pool = make_pool(A, B)
+    send(pool, "1", A)
+    pool.finish("1", 200.0)
+    pool.observe_outcome(make_sample(decision_id="1", endpoint=A, outcome=Outcome.UPSTREAM_ERROR, status=503), 210.0)
+    assert matched(pool) == [0, 0]

@@ -195,3 +195,28 @@ class AgainstBruteForce(RuleBasedStateMachine):
 
 TestAgainstBruteForce = AgainstBruteForce.TestCase
 TestAgainstBruteForce.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+HASHER = BlockHasher(b"salt")
+
+
+def test_the_bound_over_all_endpoints_holds_when_endpoints_come_one_after_the_other():
+    index = PrefixIndex(HASHER, default_blocks=10**9, max_blocks_total=1_000)
+    for slot in range(6):
+        for seed in range(40):
+            index.insert([slot << 32 | seed << 16 | at for at in range(50)], slot)
+    assert len(index) <= 1_000
+    assert min(index.held_blocks(slot) for slot in range(6)) >= 100
+
+
+def test_blocks_may_be_added_and_taken_away_one_by_one():
+    index = PrefixIndex(HASHER)
+    index.add([1, 2, 3], 0)
+    index.add([2, 3, 4], 0)
+    assert index.lookup([1, 2, 3, 4], 1).tolist() == [4 * HASHER.block_bytes]
+    index.discard([2, 99], 0)
+    index.discard([1], 7)
+    assert index.lookup([1, 2, 3, 4], 1).tolist() == [HASHER.block_bytes]
+    index.discard([1, 3, 4], 0)
+    assert len(index) == 0
+    assert index.lookup([1], 1).tolist() == [0]
