@@ -188,6 +188,7 @@ async def predictor(bundle: Bundle, directory: Path, extra: dict[str, str]) -> A
         stdout=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     server: asyncio.subprocess.Process | None = None
+    logging: asyncio.Task[None] | None = None
     try:
         client = redis.Redis(unix_socket_path=str(socket))
         await _until(client.ping)
@@ -204,13 +205,22 @@ async def predictor(bundle: Bundle, directory: Path, extra: dict[str, str]) -> A
             event = json.loads(await asyncio.wait_for(server.stdout.readline(), 30))
             port = event.get("port", port)
             ready = ready or event["event"] == "bundle in use"
+        logging = asyncio.create_task(_drain(server.stdout))
         yield Running(port, psutil.Process(server.pid), client)
     finally:
         if server is not None and server.returncode is None:
             server.send_signal(signal.SIGTERM)
             await server.wait()
+        if logging is not None:
+            await logging
         store.terminate()
         await store.wait()
+
+
+async def _drain(stream: asyncio.StreamReader) -> None:
+    """Read a log on, so that its writer doesn't wait for a reader."""
+    while await stream.read(65_536):
+        pass
 
 
 async def _until(call: Any) -> None:
@@ -251,6 +261,14 @@ async def measure(
     }
 
 
+def again(bundle: Bundle, number: int) -> Bundle:
+    """The same graphs under another version."""
+    created_unix_ms = bundle.manifest.created_unix_ms + number
+    version = f"{int(created_unix_ms):013d}-{bundle.manifest.version[-8:]}"
+    named = bundle.manifest.model_copy(update={"version": version, "created_unix_ms": created_unix_ms})
+    return Bundle(named, bundle.graphs)
+
+
 async def swaps(running: Running, bundle: Bundle, requests: Sequence[bytes], seconds: float) -> dict[str, Any]:
     """The same graph published again and again under load: what a swap costs those who ask meanwhile."""
     published = 0
@@ -259,11 +277,8 @@ async def swaps(running: Running, bundle: Bundle, requests: Sequence[bytes], sec
         nonlocal published
         while True:
             await asyncio.sleep(0.5)
-            created_unix_ms = bundle.manifest.created_unix_ms + 1 + published
-            version = f"{int(created_unix_ms):013d}-{bundle.manifest.version[-8:]}"
-            named = bundle.manifest.model_copy(update={"version": version, "created_unix_ms": created_unix_ms})
-            publish(running.store, Bundle(named, bundle.graphs))
             published += 1
+            publish(running.store, again(bundle, published))
 
     republishing = asyncio.create_task(republish())
     load = await drive(running.port, requests, CONNECTIONS // 2, seconds)
