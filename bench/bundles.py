@@ -16,7 +16,7 @@ import numpy as np
 from bench.queueing import H100_70B, Scenario, observe
 from services.trainer.cycle import CycleOptions, run_cycle
 from services.trainer.export import BoosterToGraph
-from services.trainer.window import SampleWindow
+from services.trainer.window import SampleWindow, Snapshot
 from shared.bundle import Bundle
 from shared.features import FloatMatrix
 from shared.inference import BundleModel
@@ -26,17 +26,22 @@ _SEED: Final = 7
 _SCENARIO: Final = Scenario(pods=(H100_70B,) * 4, requests_per_s=20.0)
 
 
-def build(
-    pool: str, *, requests: int = FITTED_REQUESTS, tensor: BoosterToGraph | None = None
-) -> tuple[Bundle, dict[str, Any]]:
-    """The bundle of so many requests and what to say of it; `tensor` makes the tensor rendering as well."""
+def snapshot(requests: int) -> Snapshot:
+    """A window of so many simulated requests, all kept."""
     observations = observe(requests, seed=_SEED, scenario=_SCENARIO)
     window = SampleWindow(bin_rows=requests)
     for i, row in enumerate(observations.rows):
         targets = {"ttft": observations.ttft_ms[i], "tpot": observations.tpot_ms[i], "e2e": observations.e2e_ms[i]}
         known = {name: float(value) for name, value in targets.items() if np.isfinite(value)}
         window.add(row, known, f"10.0.0.{observations.pod[i] + 1}:8000")
-    report = run_cycle(window.snapshot(), None, CycleOptions(pool, tensor=tensor), time.time() * 1e3)
+    return window.snapshot()
+
+
+def build(
+    pool: str, *, requests: int = FITTED_REQUESTS, tensor: BoosterToGraph | None = None
+) -> tuple[Bundle, dict[str, Any]]:
+    """The bundle of so many requests and what to say of it; `tensor` makes the tensor rendering as well."""
+    report = run_cycle(snapshot(requests), None, CycleOptions(pool, tensor=tensor), time.time() * 1e3)
     if report.champion is None:
         raise RuntimeError(f"the trainer made no bundle: {report.verdict}")
     bundle = report.champion.bundle

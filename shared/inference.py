@@ -63,6 +63,8 @@ class BundleModel:
         options.log_severity_level = 3
         if on.provider != CPU_PROVIDER:
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+            # CUDA's libraries may lie among the installed packages, where the loader doesn't look.
+            ort.preload_dlls()
         try:
             provider = (on.provider, dict(on.options))
             self._session = ort.InferenceSession(bundle.graphs[rendering], options, providers=[provider])
