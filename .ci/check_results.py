@@ -120,6 +120,12 @@ def bench_model(result: Mapping[str, Any]) -> list[str]:
             faults.append(f"drift ({row['kind']}): labels_to_recover is {labels}")
     for row in result["training"]:
         faults += [f"training: {key} is {row[key]}" for key in ("rows", "cpu_ms", "rss_mb") if not positive(row[key])]
+    export = result["export"]
+    faults += [
+        f"export: {key} is {export[key]}" for key in ("reload_ms", "parity_max_rel") if not positive(export[key])
+    ]
+    if not is_number(export["rss_growth"]) or export["parity_max_rel"] > 1e-4 or export["failed"] != 0:
+        faults.append(f"export: {export}")
     return faults + [f"{key} is empty" for key in ("drift", "training") if not result[key]]
 
 
