@@ -25,7 +25,8 @@ entry to a collector. What each choice does was measured on Envoy 1.40:
   answer blinds them.
 
 Limits: plain HTTP to endpoints, HTTP/1.1; the usage filter for event streams is marked work-in-progress in Envoy 1.40
-and missing before 1.37, as is the first-body-byte time.
+and missing before 1.37, as is the first-body-byte time. For an Envoy that lacks either, or Lua: `completions`
+"response_stream" in `full_duplex`, which leaves out all that labels need and lets the router make the samples.
 
 Worth watching in Envoy's own stats: `http.ingress.ext_proc.{streams_started,failure_mode_allowed,message_timeouts}`,
 `cluster.picker.membership_healthy`, `cluster.pool.{upstream_rq_retry,upstream_cx_connect_fail}`,
@@ -59,6 +60,9 @@ RETRIES: Final = 2
 
 Shape = Literal["buffered", "full_duplex"]
 """How bodies reach the picker; see the module."""
+
+Completions = Literal["access_log", "response_stream"]
+"""Who tells of finished requests: Envoy's access log, or the router that the response passes through."""
 
 _TYPE: Final = "type.googleapis.com/envoy."
 _POOL: Final = "pool"
@@ -144,14 +148,19 @@ class EnvoyConfig:
     restored_routes: tuple[str, ...] = ()
     """Beginnings of paths whose responses go through the router for their model's name. Give them by `of_router`."""
     shape: Shape = "buffered"
+    completions: Completions = "access_log"
+    """`response_stream` needs `full_duplex`, no collectors here, and the router's `COLLECTORS`."""
     router_tls: bool = False
     """Speak TLS to routers without verifying them: for routers with `LEADTIME_ROUTER_TLS` self-signed or files."""
     log_flush_s: float = LOG_FLUSH_S
 
     def __post_init__(self) -> None:
-        for field in ("endpoints", "routers", "collectors"):
+        by_log = self.completions == "access_log"
+        for field in ("endpoints", "routers", *(("collectors",) if by_log else ())):
             if not getattr(self, field):
                 raise FieldError(field, "none", "at least one address")
+        if not by_log and (self.shape != "full_duplex" or self.collectors):
+            raise FieldError("completions", self.completions, "with the shape full_duplex and without collectors")
         if not is_loopback(self.admin.host):
             raise FieldError("admin", self.admin.host, "a loopback address")
         if not 1024 <= self.body_limit_bytes < 2**32:
@@ -197,7 +206,9 @@ def first_content_source() -> str:
 
 def render(config: EnvoyConfig) -> dict[str, Any]:
     """The bootstrap, ready for `json.dumps` and `envoy -c`."""
-    clusters = [_pool_cluster(config), _picker_cluster(config), _collector_cluster(config)]
+    clusters = [_pool_cluster(config), _picker_cluster(config)]
+    if config.completions == "access_log":
+        clusters.append(_collector_cluster(config))
     if config.api:
         clusters.append(_api_cluster(config))
     return {
@@ -225,16 +236,14 @@ def _listener(config: EnvoyConfig) -> dict[str, Any]:
         route_config={"name": "all", "virtual_hosts": [_virtual_host(config)]},
         http_filters=[
             _named(_EXT_PROC, _ext_proc(config)),
-            _named(_LUA, _lua()),
-            _named(_SSE, _usage_of_streams()),
-            _named(_JSON, _usage_of_documents()),
+            *(_label_filters() if config.completions == "access_log" else []),
             # A client sees the server's headers and none of Envoy's own.
             _named(
                 "envoy.filters.http.router",
                 _typed("extensions.filters.http.router.v3.Router", suppress_envoy_headers=True),
             ),
         ],
-        access_log=[_access_log(config)],
+        access_log=[_access_log(config)] if config.completions == "access_log" else [],
     )
     return {
         "name": "ingress",
@@ -267,7 +276,9 @@ def _virtual_host(config: EnvoyConfig) -> dict[str, Any]:
                 "name": _API,
                 "match": {"path_separated_prefix": "/api"},
                 "route": {"cluster": _API, "timeout": "60s"},
-                "typed_per_filter_config": dict.fromkeys((_EXT_PROC, _LUA, _SSE, _JSON), off),
+                "typed_per_filter_config": dict.fromkeys(
+                    (_EXT_PROC, *((_LUA, _SSE, _JSON) if config.completions == "access_log" else ())), off
+                ),
             }
         )
     bodiless = {"request_body_mode": "NONE", "response_body_mode": "NONE"}
@@ -384,6 +395,10 @@ def _ext_proc(config: EnvoyConfig) -> dict[str, Any]:
 def _bearer(token: str | None) -> dict[str, Any]:
     """What a gRPC service is sent beside its messages."""
     return {} if token is None else {"initial_metadata": [{"key": "authorization", "value": f"Bearer {token}"}]}
+
+
+def _label_filters() -> list[dict[str, Any]]:
+    return [_named(_LUA, _lua()), _named(_SSE, _usage_of_streams()), _named(_JSON, _usage_of_documents())]
 
 
 def _lua() -> dict[str, Any]:

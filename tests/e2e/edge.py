@@ -228,7 +228,8 @@ async def running_edge(
         config = EnvoyConfig(
             endpoints=tuple(Address("127.0.0.1", int(fake.address.rpartition(":")[2])) for fake in fakes[:servers]),
             routers=(RouterAddress(Address("127.0.0.1", router.extproc_port), router.health_port),),
-            collectors=(Address("127.0.0.1", free_port() if by_response_stream else collector.settings.als_port),),
+            collectors=() if by_response_stream else (Address("127.0.0.1", collector.settings.als_port),),
+            completions="response_stream" if by_response_stream else "access_log",
             **of_router(settings),
             shape=shape,
             log_flush_s=0.05,

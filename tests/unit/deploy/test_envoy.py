@@ -56,8 +56,9 @@ def cluster(bootstrap: dict[str, Any], name: str) -> dict[str, Any]:
         {"shape": "full_duplex"},
         {"router_tls": True},
         {"restored_routes": ("/v1/chat/", "/team/")},
+        {"shape": "full_duplex", "completions": "response_stream", "collectors": ()},
     ],
-    ids=["addresses", "no api", "names", "token", "full duplex", "TLS to routers", "restored routes"],
+    ids=["addresses", "no api", "names", "token", "full duplex", "TLS to routers", "restored routes", "no log"],
 )
 def test_envoy_accepts_the_config(tmp_path: Path, changes: dict[str, Any]) -> None:
     file = tmp_path / "envoy.json"
@@ -183,6 +184,17 @@ def test_responses_are_shown_where_a_name_is_to_be_restored_and_nowhere_else() -
     assert len(manager(full_duplex)["route_config"]["virtual_hosts"][0]["routes"]) == 2
 
 
+def test_an_envoy_that_lacks_the_filters_of_labels_is_asked_for_none() -> None:
+    rendered = render(config(shape="full_duplex", completions="response_stream", collectors=()))
+    text = json.dumps(rendered)
+    for part in ("sse_to_metadata", "json_to_metadata", "lua", "access_loggers.grpc", "US_RX_BODY_BEG"):
+        assert part not in text
+    assert [found["name"] for found in manager(rendered)["http_filters"]] == [
+        "envoy.filters.http.ext_proc",
+        "envoy.filters.http.router",
+    ]
+
+
 @pytest.mark.parametrize("shape", ["buffered", "full_duplex"])
 def test_an_upgrade_shows_no_body(shape: str) -> None:
     upgrade = manager(render(config(shape=shape, api=())))["route_config"]["virtual_hosts"][0]["routes"][0]
@@ -239,6 +251,8 @@ def test_the_access_log_carries_the_tags_the_collector_reads() -> None:
         ({"collectors": ()}, "collectors"),
         ({"admin": Address("0.0.0.0", 9901)}, "admin"),
         ({"body_limit_bytes": 0}, "body_limit_bytes"),
+        ({"completions": "response_stream", "collectors": ()}, "completions"),
+        ({"completions": "response_stream", "shape": "full_duplex"}, "completions"),
     ],
 )
 def test_a_config_that_cannot_work_names_its_field(changes: dict[str, Any], field: str) -> None:
