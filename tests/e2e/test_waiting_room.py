@@ -5,11 +5,13 @@ when an endpoint is free, are refused at their limit where they may be, and a cl
 import asyncio
 import contextlib
 import json
+import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -73,14 +75,18 @@ async def busy(edge: Edge) -> AsyncIterator[None]:
     release = asyncio.Event()
     edge.answer = lambda _, __: replace(JSON_ANSWER, gate=release)
     edge.predictor.offset = 60_000.0
-    occupied = [asyncio.create_task(edge.ask(chat(f"busy {i} " * 500))) for i in range(4)]
+    occupied: list[asyncio.Task[httpx.Response]] = []
 
     async def all_busy() -> bool:
-        endpoints = (await edge.router.json("/v1/endpoints"))["endpoints"]
-        return all(endpoint["pending_uncached_tokens"] > 0 for endpoint in endpoints)
+        """A request more for each look that finds one without work: how they are spread is the policy's affair."""
+        if all(endpoint["pending_uncached_tokens"] > 0 for endpoint in await edge.endpoints()):
+            return True
+        if len(occupied) < 100:  # each with a prompt that no endpoint has in its cache
+            occupied.append(asyncio.create_task(edge.ask(chat(f"busy {uuid.uuid4()} " * 100))))
+        return False
 
     try:
-        await until(all_busy, "every endpoint has work")
+        await until(all_busy, "every endpoint has work", poll_s=0.02)
         yield
     finally:
         release.set()
@@ -113,10 +119,14 @@ async def test_at_its_limit_a_request_is_refused_where_it_may_be_and_goes_where_
         assert refused.headers["x-llm-d-request-dropped-reason"] == "rejected-ttl-expired"
         assert int(refused.headers["retry-after"]) >= 1
         assert json.loads(refused.content)["error"]["code"] == "waited_too_long"
-        chat_task = asyncio.create_task(edge.ask(headers=URGENT))
-        await waiting(edge, 1)
-        await waiting(edge, 0)
-    assert (await chat_task).status_code == 200
+        kept: list[asyncio.Task[httpx.Response]] = []
+        for _ in range(5):  # a predictor that misses its deadline lets one go before
+            kept.append(asyncio.create_task(edge.ask(headers=URGENT)))
+            await waiting(edge, 1)
+            await waiting(edge, 0)
+            if (await room(edge))["outlived"] >= 1:
+                break
+    assert [(await task).status_code for task in kept] == [200] * len(kept)
     assert (await room(edge))["outlived"] >= 1
 
 
