@@ -51,7 +51,7 @@ check: $(VENV)/.dev
 
 CASES ?= 200000
 fuzz: $(VENV)/.dev
-	LEADTIME_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest -q -n $(WORKERS) tests/unit/router/test_extproc_fuzz.py
+	LEADTIME_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest -q -n $(WORKERS) -o faulthandler_timeout=3600 tests/unit/router/test_extproc_fuzz.py
 
 # One benchmark after the other: each wants the machine for itself. A file of bench/ that can be run is one.
 bench: $(VENV)/.dev
