@@ -29,10 +29,13 @@ _LAST_UNIX_MS: Final = 253_402_300_800_000.0
 
 
 class Rung(StrEnum):
-    """Which step of the ladder answered: remote predictor, the router's own bundle, scores without a prediction."""
+    """Which step of the ladder answered: remote predictor, the router's own bundle, the physics prior while there is no
+    bundle, scores without a prediction.
+    """
 
     PREDICTOR = "predictor"
     IN_PROCESS = "in_process"
+    PRIOR = "prior"
     HEURISTIC = "heuristic"
     SHADOW = "shadow"
 

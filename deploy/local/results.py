@@ -17,7 +17,7 @@ from shared.samples import LatencySample, Rung
 from sim.loadgen import Distribution, LoadSummary
 
 VOID_SHARE: Final = 0.05
-RUNGS: Final = (Rung.PREDICTOR, Rung.IN_PROCESS, Rung.HEURISTIC)
+RUNGS: Final = (Rung.PREDICTOR, Rung.IN_PROCESS, Rung.PRIOR, Rung.HEURISTIC)
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ def result_table(report: Mapping[str, Any]) -> Table:
         table.add_column(f"{name} (void)" if policy["void"] else name, justify="right")
     for label, key, kind in _ROWS:
         table.add_row(label, *(_cell(policy[key], kind) for policy in policies.values()))
-    for rung in ("predictor", "in_process", "heuristic"):
+    for rung in ("predictor", "in_process", "prior", "heuristic"):
         table.add_row(
             f"decided by {rung}", *(_cell(policy["served_by"][rung], "count") for policy in policies.values())
         )

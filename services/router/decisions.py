@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from services.router.scheduling.decision import Decision
 from shared.features import SCHEMA, FloatMatrix
+from shared.prior import is_prior
 from shared.samples import LatencySample, Rung
 from shared.verdicts import Reason, Unsampled
 
@@ -48,6 +49,7 @@ class DecisionRecord:
             "used_fallback": self.decision.used_fallback,
             "rung": self.rung.value,
             "bundle_version": self.bundle_version,
+            "low_confidence": self.bundle_version is not None and is_prior(self.bundle_version),
             "propensity": self.decision.propensity,
             "decision_ms": round(self.decision_ms, 3),
             "queue_ms": round(self.queue_ms, 3),

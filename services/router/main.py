@@ -46,6 +46,7 @@ from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.scraper import ScrapeConfig, Scraper
 from shared.clock import Clock, SystemClock
 from shared.lifecycle import Readiness, background, run, serve_http
+from shared.prior import PriorModel
 
 _FIRST_ENDPOINT_S: Final = 2.0
 _TICK_S: Final = 0.1
@@ -215,6 +216,7 @@ async def _predictions(
             bundles,
             metrics,
             clock,
+            prior=None if settings.prior == "off" else PriorModel(settings.prior),
             config=LadderConfig(first=settings.ladder, remote_ms=settings.predict_deadline_ms),
         )
 

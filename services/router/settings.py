@@ -66,6 +66,8 @@ class RouterSettings(ServiceSettings):
     """Bearer token that the predictors ask for."""
     ladder: Literal["predictor", "in_process"] = "predictor"
     """Which step of the ladder is tried first."""
+    prior: Literal["off", "8b", "70b"] = "8b"
+    """Size class of the pool's model for the physics prior, which answers until there is a bundle."""
     profile: str | None = None
     """Name of a preset or of the profile in `profile_file`; without it that file's, else `leadtime`."""
     profile_file: Path | None = None

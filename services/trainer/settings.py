@@ -1,7 +1,7 @@
 """The trainer's settings, from the environment with the prefix LEADTIME_TRAINER_."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -45,6 +45,8 @@ class TrainerSettings(ServiceSettings):
     """At a start, at most this many of the stream's newest samples rebuild the window: four windows."""
     remembered_ids: Annotated[int, Field(ge=1_000, le=5_000_000)] = 200_000
     """Decision ids remembered to know doubles; at least the replay, or doubles of old samples aren't known."""
+    prior: Literal["off", "8b", "70b"] = "8b"
+    """Size class of the pool's model for the physics prior, which few samples are blended with. As the router's."""
     rounds: Annotated[int, Field(ge=1, le=1_000)] = 60
     """Trees of each residual booster."""
     depth: Annotated[int, Field(ge=1, le=8)] = 4
@@ -90,6 +92,7 @@ class TrainerSettings(ServiceSettings):
         return CycleOptions(
             pool=self.pool,
             fit=FitOptions(
+                prior=None if self.prior == "off" else self.prior,
                 rounds=self.rounds,
                 depth=self.depth,
                 learning_rate=self.learning_rate,

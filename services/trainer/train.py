@@ -3,8 +3,9 @@
 Per target: `p50 = base(x) · exp(clip(trees(x), ±1.5) + shift)`, `p90 = p50 · exp(q90 · scale(x))`. The base is least
 squares with weight 1/√y (1/y makes it ignore the tail: −55 % beyond the trained backlog against +0.3 %), one row of
 coefficients per hardware class that has samples enough, a scaled pooled row for one that has few, the pooled row for
-the unknown. Trees fit the log residual and are held, not tapered, outside of what they saw. A second small booster fits
-log |residual|; q90 and q99 are conformal quantiles of residual/scale on rows that neither booster saw.
+the unknown; below 500 rows it leans on the physics prior as far as that is right. Trees fit the log residual and are
+held, not tapered, outside of what they saw. A second small booster fits log |residual|; q90 and q99 are conformal
+quantiles of residual/scale on rows that neither booster saw.
 
 `LatencyModel.predict` is the native reference that an exported graph must match. Everything in it is float32: hist
 thresholds are values of the data, and comparing them in float64 changed 59 % of rows.
@@ -23,9 +24,11 @@ from scipy.optimize import nnls
 
 from services.trainer.basis import Basis, basis_of, tree_matrix, tree_names
 from services.trainer.outliers import believed
+from services.trainer.prior import PriorBase, blend_share, prior_base, scale_of
 from services.trainer.window import Snapshot, held_out_rows
 from shared.features import SCHEMA, FloatMatrix
 from shared.prediction import IN_RANGE, OUTPUTS, TARGETS
+from shared.prior import ModelSize
 
 Floats = npt.NDArray[np.float64]
 Positions = npt.NDArray[np.int64]
@@ -37,6 +40,7 @@ LOG_LATENCY_HIGH: Final = np.float32(18.27)  # one day, the largest label a samp
 OUT_OF_RANGE_WIDENING: Final = np.float32(1.5)
 HARDWARE_CODES: Final = 256
 QR_BLOCK_ROWS: Final = 2048
+FOLDS: Final = 4
 # Columns whose training range decides whether a row lies inside: what the base and most of the trees' gain rest on.
 DECISIVE: Final = (
     "uncached_tokens",
@@ -70,6 +74,10 @@ class FitOptions:
     class_scale_min_rows: int = 10
     calibration_fraction: float = 0.15
     held_out_fraction: float = 0.1
+    prior: ModelSize | None = None
+    """Size class of the model for the physics prior that few rows are blended with; None: no prior"""
+    prior_rows: int = 500
+    """From so many rows on the fit stands alone"""
     half_life_samples: float = 2000.0
     weight_floor: float = 0.02
     threads: int = 1
@@ -274,6 +282,8 @@ def _fit_median(
     options: FitOptions,
 ) -> tuple[Base, xgb.Booster | None]:
     base = fit_base(basis_of(target), rows, y_ms, weights, options)
+    if options.prior is not None and len(rows) < options.prior_rows:
+        base = _blended(prior_base(target, options.prior), base, rows, y_ms, weights, options)
     if len(rows) < options.tree_min_rows:
         return base, None
     residual = np.log(y_ms) - np.log(base.predict(rows))
@@ -293,6 +303,32 @@ def _fit_median(
         options=options,
     )
     return base, booster
+
+
+def _blended(
+    prior: PriorBase,
+    own: Base,
+    rows: FloatMatrix,
+    y_ms: npt.NDArray[np.float32],
+    weights: npt.NDArray[np.float32],
+    options: FitOptions,
+) -> Base:
+    """A base between the own fit and the scaled prior, as far towards either as it was right about rows unseen."""
+    folds = np.random.default_rng((options.seed, len(rows))).permutation(len(rows)) % min(FOLDS, len(rows))
+    fitted, guessed = np.zeros(len(rows)), prior.predict(rows)
+    scaled = np.zeros(len(rows))
+    for fold in range(int(folds.max()) + 1):
+        out, kept = folds == fold, folds != fold
+        if kept.any():
+            fitted[out] = fit_base(own.basis, rows[kept], y_ms[kept], weights[kept], options).predict(rows[out])
+            scaled[out] = scale_of(guessed[kept], y_ms[kept]) * guessed[out]
+    share = blend_share(fitted, scaled, y_ms.astype(np.float64)) if folds.max() else 0.0
+    classes = np.arange(len(prior.coefficients))
+    coefficients = share * own.coefficients[own.slots[classes]]
+    coefficients = coefficients + (1.0 - share) * scale_of(guessed, y_ms) * prior.coefficients
+    slots = np.zeros(HARDWARE_CODES, np.int64)
+    slots[classes] = classes
+    return Base(own.basis, coefficients.astype(np.float32), slots, own.floor_ms)
 
 
 def _boost(
@@ -340,7 +376,7 @@ def _out_of_fold(
 ) -> npt.NDArray[np.float32]:
     """Log errors of rows by models that haven't seen them: in-sample errors of a small fit are far too good."""
     errors = np.zeros(len(rows), np.float32)
-    folds = rng.permutation(len(rows)) % min(4, len(rows))
+    folds = rng.permutation(len(rows)) % min(FOLDS, len(rows))
     if folds.max() == 0:
         return errors
     for fold in range(int(folds.max()) + 1):

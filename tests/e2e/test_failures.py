@@ -60,11 +60,18 @@ async def rung_counts_up(live: Running, rung: str) -> None:
     await until(counted, f"decisions come from rung {rung}", timeout_s=30.0)
 
 
-async def test_before_the_first_bundle_the_heuristic_answers(tmp_path: Path) -> None:
-    async for live in running(tmp_path, servers(), {"LEADTIME_TRAINER_MIN_SAMPLES": "100000"}):
+@pytest.mark.parametrize(("prior", "rung"), [("8b", "prior"), ("off", "heuristic")])
+async def test_before_the_first_bundle_physics_answers_and_without_it_the_heuristic(
+    tmp_path: Path, prior: str, rung: str
+) -> None:
+    settings = {"LEADTIME_TRAINER_MIN_SAMPLES": "100000", "LEADTIME_ROUTER_PRIOR": prior}
+    async for live in running(tmp_path, servers(), settings):
         response = await live.chat("first")
         assert response.status_code == 200
-        assert (await live.newest_decision())["rung"] == "heuristic"
+        newest = await live.newest_decision()
+        assert (newest["rung"], newest["low_confidence"]) == (rung, prior != "off")
+        predictions = [candidate["prediction"] for candidate in newest["candidates"]]
+        assert all(predictions) is (prior != "off")
 
 
 async def test_a_killed_predictor_leaves_the_routers_own_bundle(live: Running) -> None:

@@ -193,7 +193,7 @@ async def test_a_slow_predictor_costs_its_deadline_and_not_the_request(edge: Edg
         assert response.status_code == 200
         assert seconds < 1.0
         newest = (await edge.router.json("/v1/decisions?limit=1"))["decisions"][0]
-        assert newest["rung"] == "heuristic"
+        assert newest["rung"] == "prior"
         assert newest["decision_ms"] < 200.0
     finally:
         edge.predictor.behaviour = Behaviour.ANSWER

@@ -439,4 +439,4 @@ async def test_down_the_ladder_and_up_again_with_real_predictors(redis, tmp_path
         await until(lambda: any(replica["live"] for replica in client.describe()), "one is back")
         assert (await decide(DEADLINE_MS)).rung is Rung.PREDICTOR
         by_rung = ladder.describe()["by_rung"]
-        assert by_rung == {"predictor": 2, "in_process": 5, "heuristic": 1}
+        assert by_rung == {"predictor": 2, "in_process": 5, "prior": 0, "heuristic": 1}

@@ -1,8 +1,9 @@
-"""The ladder: remote predictor → this process's own bundle → None, for the heuristic scorers.
+"""The ladder: remote predictor → this process's own bundle → the physics prior → None, for the heuristic scorers.
 
 One call for all candidates of a decision. Never raises into the request path, and the steps share one deadline: the
 remote step leaves the own bundle the time it needs. Each step is counted, and the last failure of each kept for people.
-Calibration is applied here, once, whichever step answered.
+Calibration is applied here, once, whichever step answered. The prior answers only while this process has seen no
+bundle: where one was learned, its failure is no reason to believe in less.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from services.router.predict.types import Prediction, calibrated
 from shared.clock import Clock
 from shared.features import FloatMatrix
 from shared.prediction import plausible
+from shared.prior import PriorModel
 from shared.samples import Rung
 
 First = Literal["predictor", "in_process"]
@@ -62,17 +64,19 @@ class Ladder:
         metrics: PredictMetrics,
         clock: Clock,
         *,
+        prior: PriorModel | None = None,
         config: LadderConfig | None = None,
     ) -> None:
-        """Either step may be absent."""
+        """Every step may be absent."""
         self._client = client
         self._bundles = bundles
         self._metrics = metrics
         self._clock = clock
         self._config = config or LadderConfig()
+        self._prior = prior
         self._order = _ORDERS[self._config.first]
         self._log = structlog.get_logger()
-        self.by_rung: dict[Rung, int] = dict.fromkeys((*self._order, Rung.HEURISTIC), 0)
+        self.by_rung: dict[Rung, int] = dict.fromkeys((*self._order, Rung.PRIOR, Rung.HEURISTIC), 0)
         self._last: dict[Rung, _Failure] = {}
         self._reported: dict[tuple[Rung, type[Exception]], float] = {}
 
@@ -89,7 +93,7 @@ class Ladder:
         tokens of each candidate. None when no step could: the heuristic scorers decide.
         """
         end_ms = self._clock.monotonic_ms() + deadline_ms
-        for rung in self._order if len(rows) else ():
+        for rung in (*self._order, Rung.PRIOR) if len(rows) else ():
             started_ms = self._clock.monotonic_ms()
             try:
                 answer = await self._step(rung, rows, end_ms - started_ms)
@@ -130,6 +134,8 @@ class Ladder:
         """None where the step isn't configured; raises PredictError."""
         if rung is Rung.PREDICTOR:
             return await self._remote(rows, left_ms) if self._client else None
+        if rung is Rung.PRIOR:
+            return self._unlearned(rows)
         return await self._in_process(rows, left_ms) if self._bundles else None
 
     async def _remote(self, rows: FloatMatrix, left_ms: float) -> RawAnswer | None:
@@ -159,6 +165,11 @@ class Ladder:
         if not plausible(values):
             raise PredictError(FailureReason.BAD_ANSWER, "a value that no latency can have")
         return RawAnswer(values, model.outputs, model.bundle_version)
+
+    def _unlearned(self, rows: FloatMatrix) -> RawAnswer | None:
+        if self._prior is None or (self._bundles is not None and self._bundles.model is not None):
+            return None
+        return RawAnswer(self._prior.predict(rows), self._prior.outputs, self._prior.bundle_version)
 
     def _prediction(
         self, rung: Rung, answer: RawAnswer, addresses: Sequence[str], backlog_tokens: npt.NDArray[Any]

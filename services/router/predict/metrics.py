@@ -12,7 +12,7 @@ from shared.samples import Rung
 from shared.telemetry import STEP_BUCKETS_S, seconds
 
 _ROW_BUCKETS: Final = (1, 4, 16, 64, 128, 256, 512, 1_024, 4_096)
-_STEPS: Final = (Rung.PREDICTOR, Rung.IN_PROCESS)
+_STEPS: Final = (Rung.PREDICTOR, Rung.IN_PROCESS, Rung.PRIOR)
 
 
 class PredictMetrics:

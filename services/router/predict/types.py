@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from shared.features import FloatMatrix
 from shared.inference import CompiledCalibration, as_columns
+from shared.prior import is_prior
 from shared.samples import Rung
 
 Column = npt.NDArray[np.float32]
@@ -25,6 +26,11 @@ class Prediction:
     columns: Mapping[str, Column]
     bundle_version: str
     rung: Rung
+
+    @property
+    def low_confidence(self) -> bool:
+        """Whether nothing was learned of this pool yet: good for an order of endpoints, not for a refusal."""
+        return is_prior(self.bundle_version)
 
     def get(self, output: str) -> Column | None:
         """The output's column, or None where the bundle doesn't have it."""

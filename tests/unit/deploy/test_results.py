@@ -73,7 +73,7 @@ def test_without_a_pair_the_error_is_unknown() -> None:
 def test_the_report_has_the_agreed_keys() -> None:
     made = report(outcome("learning"), three())
     assert set(made) >= {"requests", "failed", "samples", "bundles", "void", "served_by", "prediction", "policies"}
-    assert set(made["served_by"]) == {"predictor", "in_process", "heuristic"}
+    assert set(made["served_by"]) == {"predictor", "in_process", "prior", "heuristic"}
     assert set(made["prediction"]) >= {"ttft_mape", "ttft_bias"}
     assert list(made["policies"]) == ["round-robin", "load-prefix", "leadtime"]
     for policy in made["policies"].values():
@@ -83,7 +83,7 @@ def test_the_report_has_the_agreed_keys() -> None:
 def test_the_report_counts_all_phases_and_judges_the_measured_ones() -> None:
     made = report(outcome("learning"), three())
     assert (made["requests"], made["failed"], made["samples"], made["bundles"]) == (400, 0, 4, 4)
-    assert made["served_by"] == {"predictor": 270, "in_process": 24, "heuristic": 6}
+    assert made["served_by"] == {"predictor": 270, "in_process": 24, "prior": 0, "heuristic": 6}
     assert made["void"] is False
 
 

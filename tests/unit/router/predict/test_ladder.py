@@ -13,6 +13,7 @@ from services.router.predict.ladder import Ladder, LadderConfig
 from services.router.predict.metrics import PredictMetrics
 from shared.bundle import Calibration
 from shared.inference import BundleModel, CompiledCalibration
+from shared.prior import PriorModel
 from shared.samples import Rung
 from tests.bundles import OUTPUTS, default_weights, expected, linear_graph, make_bundle, rows_of
 from tests.fakes.manual_clock import ManualClock
@@ -58,10 +59,11 @@ class FakeBundles:
 OWN = BundleModel(make_bundle(offset=1.0))
 
 
-def make(client=None, bundles=None, **config):
+def make(client=None, bundles=None, prior=None, **config):
     registry = CollectorRegistry()
     clock = ManualClock()  # a stall of a busy machine is no spent deadline
-    ladder = Ladder(client, bundles, PredictMetrics(registry, clock), clock, config=LadderConfig(**config))
+    metrics = PredictMetrics(registry, clock)
+    ladder = Ladder(client, bundles, metrics, clock, prior=prior, config=LadderConfig(**config))
     return ladder, registry
 
 
@@ -106,7 +108,7 @@ async def test_when_the_predictor_fails_the_own_copy_answers_and_the_reason_is_c
 async def test_without_any_prediction_there_is_none_and_that_is_counted():
     ladder, _ = make(FakeClient(PredictError(FailureReason.NO_REPLICA, "")), FakeBundles())
     assert await ask(ladder) is None
-    assert ladder.describe()["by_rung"] == {"predictor": 0, "in_process": 0, "heuristic": 1}
+    assert ladder.describe()["by_rung"] == {"predictor": 0, "in_process": 0, "prior": 0, "heuristic": 1}
 
 
 async def test_a_ladder_without_steps_gives_none():
@@ -213,3 +215,42 @@ async def test_the_remote_step_gets_its_own_deadline_and_leaves_the_budget_to_th
     ladder, _ = make(client, FakeBundles(OWN), remote_ms=40.0)
     assert (await ask(ladder, deadline_ms=100.0)).rung is Rung.IN_PROCESS
     assert client.deadlines[0] <= 40.0
+
+
+PRIOR = PriorModel("8b")
+
+
+async def test_before_anything_was_learned_the_prior_answers_and_is_marked():
+    ladder, registry = make(FakeClient(PredictError(FailureReason.UNAVAILABLE, "503")), FakeBundles(), PRIOR)
+    prediction = await ask(ladder)
+    assert (prediction.rung, prediction.bundle_version) == (Rung.PRIOR, PRIOR.bundle_version)
+    assert prediction.low_confidence
+    assert not prediction.columns["in_range"].any()
+    assert ladder.by_rung[Rung.PRIOR] == 1
+    assert registry.get_sample_value("leadtime_router_predict_seconds_count", {"rung": "prior"}) == 1
+
+
+async def test_where_a_bundle_was_learned_its_failure_is_no_reason_to_believe_the_prior():
+    broken = SimpleNamespace(predict=lambda rows: np.full((len(rows), 1), np.nan), outputs=OUTPUTS, bundle_version="v")
+    ladder, _ = make(FakeClient(PredictError(FailureReason.UNAVAILABLE, "503")), FakeBundles(broken), PRIOR)
+    assert await ask(ladder) is None
+
+
+async def test_a_learned_prediction_is_not_marked():
+    ladder, _ = make(FakeClient(), FakeBundles(OWN), PRIOR)
+    assert not (await ask(ladder)).low_confidence
+
+
+async def test_what_the_trainer_measured_of_the_prior_bends_it():
+    """A bias of log 2 for TTFT: the pool is twice as slow as the table says."""
+    calibration = Calibration(
+        pool="default",
+        bundle_version=PRIOR.bundle_version,
+        sequence=1,
+        updated_unix_ms=0.0,
+        log_bias={"ttft": float(np.log(2.0))},
+    )
+    plain = await ask(make(None, FakeBundles(), PRIOR)[0])
+    bent = await ask(make(None, FakeBundles(calibration=calibration), PRIOR)[0])
+    assert bent.columns["ttft_p50"] == pytest.approx(2 * plain.columns["ttft_p50"], rel=1e-5)
+    assert bent.columns["tpot_p50"] == pytest.approx(plain.columns["tpot_p50"], rel=1e-5)

@@ -1,5 +1,7 @@
 """latency-slo-admitter: refuses only what may be refused and can't be served, and says when to come back."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from services.router.request.inference_request import Slo
 from services.router.scheduling.admitters.drain import MAX_DRAIN_MS, drain_ms
 from services.router.scheduling.admitters.latency_slo import LatencySloAdmitter, LatencySloConfig
+from shared.prior import PriorModel
 from tests.unit.router.scheduling.builders import candidates, context, prediction
 
 BUSY = {"pending_requests": [3, 3], "pending_uncached_tokens": [9000, 9000], "uncached_tokens": [1000, 1000]}
@@ -38,6 +41,7 @@ def test_what_may_not_be_shed_is_let_in(priority):
     "changes",
     [
         {"predicted": None},
+        {"predicted": dataclasses.replace(LATE, bundle_version=PriorModel("8b").bundle_version)},
         {"slo": Slo()},
         {"predicted": prediction(tpot_p50=[30, 30])},
         {"slo": Slo(ttft_ms=1500)},
@@ -45,7 +49,16 @@ def test_what_may_not_be_shed_is_let_in(priority):
         {"predicted": prediction(ttft_p50=[1500, np.nan])},
         {"pending_requests": [3, 0]},
     ],
-    ids=["no prediction", "no objective", "none predicted", "one meets it", "both met", "one unpredicted", "one idle"],
+    ids=[
+        "no prediction",
+        "the prior's only",
+        "no objective",
+        "none predicted",
+        "one meets it",
+        "both met",
+        "one unpredicted",
+        "one idle",
+    ],
 )
 def test_doubt_lets_a_request_in(changes):
     assert refusal(**changes) is None
