@@ -28,6 +28,7 @@ from services.trainer.metrics import TrainerMetrics
 from services.trainer.publish import KEEP_BUNDLES, BundleStore
 from services.trainer.settings import TrainerSettings
 from services.trainer.succession import PRIOR_PREFIX, Memory
+from services.trainer.views import bundle_view, report_view
 from shared.cancellation import raise_if_cancelled
 from shared.clock import Clock
 from shared.errors import ContractError, LeadtimeError
@@ -463,7 +464,7 @@ class Trainer:
             "active": self._active,
             "schema": SCHEMA.hash,
             "samples_needed": learner.cadence.needed(saved=champion is not None and champion.saved),
-            "bundle": _describe(champion, self._bundle_age_ms(), self._published) if champion else None,
+            "bundle": bundle_view(champion, self._bundle_age_ms(), self._published) if champion else None,
             "live": {t: asdict(e) for t, e in calibrator.live().items()} if calibrator else {},
             "champion_fit": report_view(fitted) if fitted else None,
             "last_cycle": report_view(report) if report else None,
@@ -488,42 +489,3 @@ class Trainer:
         if champion is None:
             return None
         return max(0.0, self._clock.unix_ms() - champion.bundle.manifest.created_unix_ms)
-
-
-def _describe(champion: Champion, age_ms: float | None, published: str | None) -> dict[str, Any]:
-    manifest = champion.bundle.manifest
-    return {
-        "version": manifest.version,
-        "published": published == manifest.version,
-        "saved": champion.saved,
-        "age_ms": age_ms,
-        "window_samples": manifest.window_samples,
-        "outputs": manifest.outputs,
-        "metrics": {target: metrics.model_dump() for target, metrics in manifest.metrics.items()},
-        "renderings": [rendering.model_dump() for rendering in manifest.renderings],
-        "libraries": manifest.libraries,
-    }
-
-
-def report_view(report: CycleReport) -> dict[str, Any]:
-    """A cycle's report as plain data."""
-    return {
-        "unix_ms": report.created_unix_ms,
-        "verdict": report.verdict.reason,
-        "detail": report.verdict.detail,
-        "window_samples": report.window_samples,
-        "wall_ms": report.wall_ms,
-        "cpu_ms": report.cpu_ms,
-        "metrics": {target: metrics.model_dump() for target, metrics in report.metrics.items()},
-        "champion_metrics": {target: metrics.model_dump() for target, metrics in report.champion_metrics.items()},
-        "groups": {
-            target: {name: metrics.model_dump() for name, metrics in groups.items()}
-            for target, groups in report.groups.items()
-        },
-        "censored_beyond_p90": report.censored_beyond_p90,
-        "gains": report.gains,
-        "disbelieved_rows": dict(report.disbelieved),
-        "converter": report.converter,
-        "parity": asdict(report.parity) if report.parity else None,
-        "tensor": asdict(report.tensor) if report.tensor else None,
-    }

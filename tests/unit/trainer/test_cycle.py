@@ -11,7 +11,7 @@ from services.trainer.champion import Champion
 from services.trainer.cycle import CycleOptions, run_cycle, warmed
 from services.trainer.export import Parity
 from services.trainer.train import FitOptions
-from services.trainer.trainer import report_view
+from services.trainer.views import report_view
 from shared.bundle import pack, unpack
 from shared.features import SCHEMA
 from shared.inference import BundleModel

@@ -12,7 +12,7 @@ from services.trainer.export import convert_booster
 from services.trainer.main import find_tensor
 from services.trainer.settings import TensorRendering
 from services.trainer.train import FitOptions
-from services.trainer.trainer import report_view
+from services.trainer.views import report_view
 from shared.errors import ConfigurationError
 from shared.inference import BundleModel
 from tests.unit.trainer.snapshots import line_snapshot
