@@ -154,6 +154,45 @@ def up(
     sys.exit(run(serve))
 
 
+@app.command(name="evaluate")
+def evaluate_command(
+    log: Annotated[
+        list[Path],
+        typer.Argument(help="Decision logs of routers (LEADTIME_ROUTER_DECISION_LOG), and files of samples."),
+    ],
+    profile: Annotated[list[str], typer.Option(help="A preset or a profile file (.yaml). Repeat it.")],
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="Of the intervals.")] = 0.95,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
+) -> None:
+    """Estimate what another policy would have done with logged decisions, with intervals.
+
+    Weighs each logged outcome by how probably the other policy would have taken that decision, corrected by the logged
+    predictions (doubly robust). Says so where the log overlaps too little with it: a policy that draws no lots shows
+    nothing of what it doesn't do. One decision at a time: how another policy would have changed the queues is what
+    `leadtime replay` shows.
+    """
+    from deploy.local import evaluate  # noqa: PLC0415 - numpy and the policies: other commands need not wait
+
+    console = Console(soft_wrap=True)
+    if json_file is not None:
+        _refuse_unwritable(json_file.absolute(), "--json")
+    try:
+        evaluations = evaluate.evaluate_logs(log, profile, confidence)
+    except (ConfigurationError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="LOG, --profile") from None
+    for evaluation in evaluations:
+        console.print(evaluate.table_of(evaluation))
+        if evaluation.without_outcome:
+            console.print(f"{evaluation.without_outcome} decisions have no outcome in these files")
+        if evaluation.shed:
+            console.print(f"it would have shed {evaluation.shed:.1%} of them")
+        warned = {warning for verdict in evaluation.metrics.values() for warning in verdict.warnings}
+        for warning in sorted(warned):
+            console.print(f"warning: {warning}", style="yellow")
+    if json_file is not None:
+        json_file.write_text(json.dumps(evaluate.as_json(evaluations), indent=2), "utf-8")
+
+
 @app.command(name="replay")
 def replay_command(
     trace: Annotated[

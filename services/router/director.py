@@ -30,6 +30,7 @@ from services.router.decisions import DecisionLog, DecisionRecord, PredictionErr
 from services.router.extproc.messages import RequestHead, RestoredName, Routed
 from services.router.extproc.stream import ResponseObserver
 from services.router.metrics import RouterMetrics
+from services.router.offpolicy.log import LoggedDecision, LoggedOutcome, logged_decision, outcome_of
 from services.router.predict.ladder import Ladder
 from services.router.predict.types import Prediction
 from services.router.request.aliases import ModelAliases
@@ -102,8 +103,12 @@ class Director:
         clock: Clock,
         rng: np.random.Generator,
         completions: Callable[[LatencySample], None] | None = None,
+        log: Callable[[LoggedDecision | LoggedOutcome], None] | None = None,
     ) -> None:
-        """`completions` takes the samples of responses that pass through here; without it nobody looks at them."""
+        """`completions` takes the samples of responses that pass through here; without it nobody looks at them. `log`
+        takes decisions and outcomes for `leadtime evaluate`.
+        """
+        self._to_log = log
         self._completions = completions
         self._observers: dict[str, CompletionObserver] = {}
         self._options = options
@@ -342,6 +347,23 @@ class Director:
                 decision=decision,
             )
         )
+        if self._to_log is not None:
+            self._to_log(
+                logged_decision(
+                    decision_id,
+                    prepared.request,
+                    prepared.candidates.addresses,
+                    prepared.rows,
+                    prediction,
+                    received_unix_ms=ticket.received_unix_ms,
+                    profile=decision.profile,
+                    propensity=decision.propensity,
+                    chosen=decision.order[0],
+                    elapsed_ms=decision_ms + queue_ms,
+                    queue_ms=queue_ms,
+                    expected_output_tokens=prepared.expected_output_tokens,
+                )
+            )
         return metadata
 
     def _pass_through(self, head: RequestHead, received_unix_ms: float) -> Routed:
@@ -392,6 +414,8 @@ class Director:
         self.served(sample.decision_id, sample.endpoint)
         self._state.observe_outcome(sample, self._clock.monotonic_ms())
         self.decisions.observe(sample)
+        if self._to_log is not None:
+            self._to_log(outcome_of(sample))
         self.holding.wake()
         predicted = (sample.prediction or {}).get("ttft_p50")
         if predicted and predicted > 0 and sample.ttft_ms:

@@ -26,6 +26,7 @@ from services.router.extproc.server import ExtProcServer
 from services.router.extproc.tls import TlsFiles, from_files, self_signed
 from services.router.metrics import RouterMetrics
 from services.router.nats_link import NatsLink
+from services.router.offpolicy.log_file import DecisionLogFile
 from services.router.outcomes import OutcomeSubscriber
 from services.router.policies import Policies, PolicySettings
 from services.router.predict.bundles import BundleWatcher
@@ -91,6 +92,11 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
     )
     metrics = RouterMetrics(registry)
     aliases = ModelAliases(alias_table(settings.model_aliases, settings.model_aliases_file))
+    decision_log = (
+        DecisionLogFile(settings.decision_log, int(settings.decision_log_max_mb * 1e6), registry)
+        if settings.decision_log
+        else None
+    )
     async with (
         _sink(settings, registry, rng) as sink,
         _predictions(settings, state, registry, clock, stop) as ladder,
@@ -117,6 +123,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
             clock,
             np.random.default_rng(),
             sink.offer if sink else None,
+            decision_log.offer if decision_log else None,
         )
         registry.register(WaitingRoomCollector(director.waiting_room))
         policies.on_pipeline = director.use_pipeline
@@ -147,6 +154,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
                 director.holding.run(),
                 *([bus.run()] if bus else []),
                 *_kv_events(settings, state, clock, registry),
+                *([decision_log.run()] if decision_log else []),
             ),
         ):
             await _first_endpoint(state, stop)

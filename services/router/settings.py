@@ -106,6 +106,10 @@ class RouterSettings(ServiceSettings):
     """Whether this router tells the pool's other routers over NATS what it dispatched, and is told."""
     ledger_checks: bool = False
     """For debugging: look for inconsistencies of the ledger once a second."""
+    decision_log: Path | None = None
+    """File for every decision with its candidates, and outcomes, as JSON lines without prompts: `leadtime evaluate`."""
+    decision_log_max_mb: Annotated[float, Field(ge=1, le=100_000)] = 256.0
+    """Where that file is put aside (`.1`) for a new one; two are kept."""
     kv_events: str | None = None
     """ZMQ address on which servers may tell of their KV caches (`tcp://127.0.0.1:5557`): they connect, we bind."""
     kv_events_replay_port: Port | None = None

@@ -3,6 +3,7 @@ change of policy costs no request.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from services.router.offpolicy.evaluation import Metric, evaluate_profile
+from services.router.offpolicy.log import Joined, join, read_lines
+from services.router.scheduling.profile import Profiles, load_presets
+from services.router.scheduling.registry import Registry
 from tests.e2e.edge import JSON_ANSWER, Edge, chat, running_edge
 from tests.fakes.fake_model_server import Script
 from tests.servers import until
@@ -39,6 +44,7 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         "LEADTIME_ROUTER_PROFILE_FILE": str(directory / "profile.yaml"),
         "LEADTIME_ROUTER_OBJECTIVES_FILE": str(directory / "objectives.yaml"),
         "LEADTIME_ROUTER_TRUST_REQUEST_HEADERS": "true",
+        "LEADTIME_ROUTER_DECISION_LOG": str(directory / "decisions.jsonl"),
     }
     async with running_edge(request.param, directory, environment=environment) as edge:
         yield edge
@@ -153,3 +159,21 @@ async def test_objectives_are_read_again(edge: Edge) -> None:
     samples = await edge.settled_samples()
     assert (samples[-1].priority, samples[-1].ttft_slo_ms) == (2, 700.0)
     write(edge, "objectives.yaml", "objectives: {batch: {priority: -1, ttft_slo_ms: 200}}\n")
+
+
+async def test_logged_decisions_can_be_evaluated_and_hold_no_prompt(edge: Edge) -> None:
+    for i in range(12):
+        assert (await edge.ask(chat(f"very secret words {i}"))).status_code == 200
+    await edge.settled_samples()
+    path = edge.router.log_file.parent / "decisions.jsonl"
+
+    def joined() -> list[Joined] | None:
+        with contextlib.suppress(FileNotFoundError):
+            found = join(read_lines(path.read_bytes().splitlines(), "log"))
+            return found if sum(entry.outcome is not None for entry in found) >= 12 else None
+        return None
+
+    found = await until(joined, "decisions and outcomes are in the log")
+    assert b"secret" not in await asyncio.to_thread(path.read_bytes)
+    evaluation = evaluate_profile(found, Profiles(load_presets(Registry())).pipeline("token-load"))
+    assert evaluation.metrics[Metric.E2E_MS].rows >= 12

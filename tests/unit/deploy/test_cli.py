@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from deploy.local.cli import app
 from deploy.local.up import owned
 from shared.errors import ConfigurationError
+from tests.decision_log import decision_log
 
 
 def run(*arguments: str):
@@ -21,7 +22,7 @@ def test_help_names_both_commands() -> None:
     assert "up" in output
 
 
-@pytest.mark.parametrize("command", ["demo", "up", "replay"])
+@pytest.mark.parametrize("command", ["demo", "up", "replay", "evaluate"])
 def test_each_command_has_help(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -38,6 +39,9 @@ def test_each_command_has_help(command: str) -> None:
         (("replay", "A", "--load", "0.5,none"), "found 'none'"),
         (("replay", "A", "--requests", "10"), "--requests"),
         (("replay", "A", "--svg", "/nowhere/at/all.svg"), "no directory"),
+        (("evaluate", "/nowhere.jsonl", "--profile", "random"), "FileNotFoundError"),
+        (("evaluate", "/dev/null", "--profile", "random"), "no decisions"),
+        (("evaluate", "/dev/null", "--profile", "no-such"), "found 'no-such'"),
         (("up",), "--endpoint"),
         (("up", "--endpoint", "https://127.0.0.1:1"), "http://host:port"),
         (("up", "--endpoint", "127.0.0.1:1"), "no http:// in front"),
@@ -101,3 +105,17 @@ def test_a_state_directory_that_can_t_be_made_is_named(tmp_path: Path) -> None:
         owned(tmp_path / "file" / "state"),
     ):
         raise AssertionError("there is no such directory")
+
+
+def test_a_decision_log_is_evaluated(tmp_path: Path) -> None:
+    log, out = tmp_path / "log.jsonl", tmp_path / "out.json"
+    log.write_bytes(b"".join(decision_log(300)))
+    own = tmp_path / "own.yaml"
+    own.write_text("name: own\npicker: {plugin: round-robin-picker}\n")
+    result = run("evaluate", str(log), "--profile", "leadtime", "--profile", str(own), "--json", str(out))
+    assert result.exit_code == 0, result.output
+    assert "leadtime: 300 decisions" in " ".join(result.output.split())
+    ours, other = json.loads(out.read_text())
+    assert (ours["profile"], other["profile"]) == ("leadtime", "own")
+    assert ours["metrics"]["ttft_ms"]["difference"]["high"] < 0
+    assert other["metrics"]["ttft_ms"]["difference"]["low"] < 0 < other["metrics"]["ttft_ms"]["difference"]["high"]

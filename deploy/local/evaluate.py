@@ -1,0 +1,97 @@
+"""`leadtime evaluate`: a decision log and profiles → what each would have earned, as a table and as JSON."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from services.router.offpolicy.estimate import Estimate
+from services.router.offpolicy.evaluation import Evaluation, Metric, evaluate_profile
+from services.router.offpolicy.log import LoggedDecision, LoggedOutcome, join, read_lines
+from services.router.scheduling.profile import Profile, Profiles, load_presets
+from services.router.scheduling.profile_file import load_profile_file
+from services.router.scheduling.registry import Registry
+from shared.errors import FieldError
+
+
+def read_logs(paths: Sequence[Path]) -> Iterator[LoggedDecision | LoggedOutcome]:
+    """Entries of all files; raises FieldError for a file that can't be read, or a line."""
+    for path in paths:
+        try:
+            with path.open("rb") as lines:
+                yield from read_lines(lines, str(path))
+        except OSError as error:
+            raise FieldError(str(path), type(error).__name__, "a decision log, or samples") from None
+
+
+def profiles_of(wanted: Sequence[str]) -> tuple[Profiles, tuple[str, ...]]:
+    """Presets and profile files by name or path; raises ConfigurationError."""
+    registry = Registry()
+    known: list[Profile] = [*load_presets(registry)]
+    names = []
+    for text in wanted:
+        if Path(text).suffix in {".yaml", ".yml"}:
+            own = load_profile_file(Path(text), registry).profile
+            known.append(own)
+            names.append(own.name)
+        else:
+            names.append(text)
+    profiles = Profiles(known)
+    for name in names:
+        profiles.get(name)
+    return profiles, tuple(names)
+
+
+def evaluate_logs(paths: Sequence[Path], wanted: Sequence[str], confidence: float) -> list[Evaluation]:
+    """One evaluation a profile. Raises FieldError, ConfigurationError, and ValueError for a log without decisions."""
+    profiles, names = profiles_of(wanted)
+    joined = join(read_logs(paths))
+    return [evaluate_profile(joined, profiles.pipeline(name), confidence=confidence) for name in names]
+
+
+def as_json(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """Plain values; what can't be told is None."""
+    return [_plain(asdict(evaluation)) for evaluation in evaluations]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key.value if isinstance(key, Metric) else key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def table_of(evaluation: Evaluation) -> Table:
+    """One profile's estimates."""
+    table = Table(
+        title=f"{evaluation.profile}: {evaluation.decisions} decisions, agrees with {evaluation.agreed:.0%} of them"
+    )
+    for heading in ("metric", "rows", "as logged", "estimate (DR)", "difference", "SNIPS", "effective rows", "covered"):
+        table.add_column(heading, justify="left" if heading == "metric" else "right")
+    for metric, verdict in evaluation.metrics.items():
+        table.add_row(
+            metric.value,
+            str(verdict.rows),
+            _shown(verdict.logged, metric),
+            _shown(verdict.dr, metric),
+            _shown(verdict.difference, metric),
+            _shown(verdict.snips, metric),
+            f"{verdict.effective_rows:.0f}",
+            f"{verdict.covered:.0%}",
+        )
+    return table
+
+
+def _shown(estimate: Estimate, metric: Metric) -> str:
+    if not math.isfinite(estimate.value):
+        return "unknown"
+    digits = 3 if metric is Metric.GOODPUT else 1
+    if not math.isfinite(estimate.low):
+        return f"{estimate.value:.{digits}f}"
+    return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"

@@ -1,0 +1,78 @@
+"""Writes the decision log: a bounded buffer and one file, rotated once. Edge: writes files, beside the request path.
+
+Limits: what is in the buffer dies with the process but for a stop's last flush; a full buffer drops the newest,
+counted. Two files of at most `max_bytes` each are kept: the log, and the one before it with `.1` after its name.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Final
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter
+
+from services.router.offpolicy.log import LoggedDecision, LoggedOutcome, encode_line
+
+_FLUSH_S: Final = 1.0
+_CAPACITY: Final = 20_000
+
+
+class DecisionLogFile:
+    """`offer` is what the request path calls; `run` writes."""
+
+    def __init__(self, path: Path, max_bytes: int, registry: CollectorRegistry) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._waiting: list[LoggedDecision | LoggedOutcome] = []
+        self._log = structlog.get_logger()
+        self._lines = Counter(
+            "leadtime_router_decision_log_lines_total", "Lines of the decision log.", ["fate"], registry=registry
+        )
+        for fate in ("written", "dropped", "failed"):
+            self._lines.labels(fate)
+        self._told = False
+
+    def offer(self, entry: LoggedDecision | LoggedOutcome) -> None:
+        """Never waits, never raises."""
+        if len(self._waiting) >= _CAPACITY:
+            self._lines.labels("dropped").inc()
+            return
+        self._waiting.append(entry)
+
+    async def run(self) -> None:
+        """Write what waits, every second, until cancelled; then once more."""
+        try:
+            while True:
+                await asyncio.sleep(_FLUSH_S)
+                await self.flush()
+        finally:
+            self._write(self._taken())
+
+    async def flush(self) -> None:
+        taken = self._taken()
+        if taken:
+            await asyncio.to_thread(self._write, taken)
+
+    def _taken(self) -> list[LoggedDecision | LoggedOutcome]:
+        taken, self._waiting = self._waiting, []
+        return taken
+
+    def _write(self, entries: list[LoggedDecision | LoggedOutcome]) -> None:
+        if not entries:
+            return
+        data = b"".join(map(encode_line, entries))
+        try:
+            if self._path.exists() and self._path.stat().st_size + len(data) > self._max_bytes:
+                self._path.replace(self._path.with_name(self._path.name + ".1"))
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            with os.fdopen(descriptor, "ab") as file:
+                file.write(data)
+        except OSError as error:
+            self._lines.labels("failed").inc(len(entries))
+            if not self._told:
+                self._told = True
+                self._log.warning("the decision log can't be written", error=type(error).__name__)
+            return
+        self._told = False
+        self._lines.labels("written").inc(len(entries))
