@@ -9,14 +9,16 @@ momentary batch differences; small prices for others keep prefills off endpoints
 missed), ours by the predicted quantiles, plus the rise of the neighbours' risk, who are taken to have our TPOT
 objective. It fades as the best candidate's own risk nears 1: in overload it no longer ranks endpoints.
 
-Own prefill time is the share of the predicted TTFT that our uncached tokens have in the endpoint's backlog. The step
+Own prefill time is our uncached tokens at the pace of the endpoint's hardware class: the candidates' predicted TTFT
+without one step, over their backlogs. (The share of an endpoint's own TTFT that our tokens have in its backlog makes a
+long queue look cheap and an empty one dear: TTFT P90 ×1.5 on scenario A, where the pace gives ×1.0.) The step
 time our decode adds is a share of the predicted TPOT without its batch: `step_share_per_…` fit seven accelerators and
 models within about 30 %, so no hardware table is needed.
 
 Score = cheapest cost / cost: in (0, 1], monotone, and ratios of costs are kept, so max-score picks the cheapest.
-Without a TTFT prediction the end-to-end latency stands in its place; without a TPOT prediction the decode term and TPOT
-risk are left out; without either latency, or without a prediction, None. An unpredicted endpoint costs what the dearest
-predicted one does, so that not knowing neither draws nor shuts out.
+Without a TTFT prediction the end-to-end latency stands in its place and the stall term is left out; without a TPOT
+prediction the decode term and TPOT risk are left out; without either latency, or without a prediction, None. An
+unpredicted endpoint costs what the dearest predicted one does, so that not knowing neither draws nor shuts out.
 """
 
 import math
@@ -29,9 +31,11 @@ from pydantic import Field
 from services.router.predict.types import Prediction
 from services.router.scheduling.config import StrictConfig
 from services.router.scheduling.interfaces import Context, Mask, Scores
+from services.router.state.snapshot import Candidates
 
 _Column = npt.NDArray[np.float32]
 
+_CLASSES: Final = 256
 _ONE = np.float32(1.0)
 _HALF = np.float32(0.5)
 # A cost this small (ms) is no cost: it keeps ratios finite.
@@ -50,11 +54,11 @@ _DENSITY_AT_0: Final = np.float32(1.0 / math.sqrt(2.0 * math.pi))
 class PredictedCostConfig(StrictConfig):
     """Prices of what a request does to others, and of a missed objective."""
 
-    stall_weight: Annotated[float, Field(ge=0, le=10)] = 0.05
+    stall_weight: Annotated[float, Field(ge=0, le=10)] = 0.1
     """α: ms of cost per ms that our prefill holds up each request there. More favours decode over TTFT's tail."""
     decode_weight: Annotated[float, Field(ge=0, le=10)] = 0.02
     """γ: ms of cost per ms that our decode adds to others' answers."""
-    slo_risk_ms: Annotated[float, Field(ge=0, le=100_000)] = 300.0
+    slo_risk_ms: Annotated[float, Field(ge=0, le=100_000)] = 1000.0
     """S: cost of a certain miss of an objective, while another endpoint would surely meet it."""
     expected_output_tokens: Annotated[float, Field(ge=1, le=1_000_000)] = 256.0
     """Answer length where neither the route's history nor the request says anything."""
@@ -69,11 +73,10 @@ class PredictedCostConfig(StrictConfig):
 class PredictedCostScorer:
     """Cheapest cost / cost."""
 
-    __slots__ = ("_config", "_share_per_request", "_share_per_token", "_stall_weight")
+    __slots__ = ("_config", "_share_per_request", "_share_per_token")
 
     def __init__(self, config: PredictedCostConfig) -> None:
         self._config = config
-        self._stall_weight = np.float32(config.stall_weight)
         self._share_per_request = np.float32(config.step_share_per_request)
         self._share_per_token = np.float32(config.step_share_per_context_token)
 
@@ -101,11 +104,12 @@ class PredictedCostScorer:
         if own is None:
             return None
         candidates = context.candidates
-        uncached = candidates.uncached_tokens
-        requests = candidates.pending_requests + candidates.decoding_requests
-        own_prefill = own * uncached / np.maximum(uncached + candidates.pending_uncached_tokens, _ONE)
-        cost: _Column = own + self._stall_weight * own_prefill * requests
         tpot = prediction.get("tpot_p50")
+        requests = candidates.pending_requests + candidates.decoding_requests
+        cost: _Column = own.copy()
+        if ttft is not None:
+            stalled = _prefill_ms(ttft, tpot, candidates, alive) * requests
+            cost += np.float32(self._config.stall_weight) * stalled
         added: _Column | None = None
         if tpot is not None:
             output_tokens = self._output_tokens(context)
@@ -168,6 +172,22 @@ class PredictedCostScorer:
         if met is None:
             return None
         return _ONE - met, others
+
+
+def _prefill_ms(ttft: _Column, tpot: _Column | None, candidates: Candidates, alive: Mask) -> _Column:
+    """Float32 (n,): how long our uncached tokens alone keep each endpoint busy.
+
+    Each hardware class's time per token, from its alive candidates' TTFT without one step, over their backlogs: a
+    candidate's own quotient would call its prefill short where many tokens are queued, and long where none are.
+    """
+    backlog = candidates.uncached_tokens + candidates.pending_uncached_tokens
+    work: _Column = ttft if tpot is None else np.maximum(ttft - tpot, np.float32(0.0))
+    known = alive & np.isfinite(work)
+    classes = candidates.hardware_class.astype(np.intp)
+    ms = np.bincount(classes[known], work[known], minlength=_CLASSES)
+    tokens = np.bincount(classes[known], backlog[known], minlength=_CLASSES)
+    pace = ms / np.maximum(tokens, 1.0)
+    return candidates.uncached_tokens * pace[classes].astype(np.float32)
 
 
 def _standardised(p50: _Column, p90: _Column | None, limit_ms: float) -> tuple[_Column, _Column | np.float32]:

@@ -14,7 +14,7 @@ from sim.replay.cluster import Failure, RunOptions, RunResult, SloRule, run
 from sim.replay.learning import LearningOptions
 from sim.replay.policies import policy
 from sim.replay.pool import parse_hardware
-from sim.replay.trace import Trace, load_trace
+from sim.replay.trace import Piece, ReplayRequest, Trace, load_trace
 
 PODS = parse_hardware("h100-8b:2,a100-8b:2")
 OPTIONS = RunOptions(seed=3, slo=SloRule(1000.0, 40.0, 4096))
@@ -85,6 +85,19 @@ def test_a_pod_that_fails_loses_only_answers_under_way_and_is_used_again_when_it
     assert (outcomes.pod[outcomes.arrival_ms > 21_000.0] == 0).any()
     assert not (outcomes.pod[outcomes.arrival_ms > 16_000.0] == 3).any()
     assert outcomes.attempts.max() >= 2
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_many_requests_with_one_long_prefix_at_once_spread_over_an_idle_pool(learned: bool) -> None:
+    before = load_trace("B", 5, 350).at_rate(6.0).requests if learned else ()
+    start_ms = before[-1].arrival_ms + 120_000.0 if before else 0.0
+    burst = [
+        ReplayRequest(start_ms + place, (Piece(10**6, 8000), Piece(10**6 + 1 + place, 50)), 200, 2 * 10**6 + place)
+        for place in range(40)
+    ]
+    result = run(Trace("burst", (*before, *burst)), parse_hardware("h100-8b:4"), policy("leadtime"), OPTIONS)
+    assert np.isfinite(result.outcomes.predicted_ttft_ms[-1]) == learned
+    assert len(set(result.outcomes.pod[-40:].tolist())) >= 3
 
 
 def test_without_any_pod_requests_are_turned_away() -> None:
