@@ -55,6 +55,24 @@ def bench_predictor(result: Mapping[str, Any]) -> list[str]:
     return [f"{key} is {result[key]}" for key in ("rows_per_s_per_core", "p99_ms") if not positive(result[key])]
 
 
+def bench_sharing(result: Mapping[str, Any]) -> list[str]:
+    """Faults of `bench/sharing.py`'s result."""
+    faults = [
+        f"routers.{name}.{key} is {part[key]}"
+        for name, part in result["routers"].items()
+        for key in ("cpu_us_per_decision", "cpu_ratio")
+        if not positive(part[key])
+    ]
+    faults += [
+        f"routers.{name}.delay_p99_ms is missing"
+        for name in "24"
+        if not positive(result["routers"][name]["delay_p99_ms"])
+    ]
+    if result["disagreements"] != 0:
+        faults.append(f"disagreements is {result['disagreements']}, not 0")
+    return faults
+
+
 def bench_stream(result: Mapping[str, Any]) -> list[str]:
     """Faults of `bench/stream.py`'s result."""
     figures = {
@@ -148,6 +166,7 @@ CHECKS = {
     "demo": demo,
     "bench/router": bench_router,
     "bench/predictor": bench_predictor,
+    "bench/sharing": bench_sharing,
     "bench/stream": bench_stream,
     "bench/replay": bench_replay,
     "bench/model": bench_model,

@@ -24,7 +24,7 @@ from shared.clock import Clock
 from shared.names import ledger_inbox, ledger_subject
 from shared.telemetry import seconds
 
-GAP_S: Final = 0.01
+GAP_S: Final = 0.03
 _TICK_S: Final = 0.05
 _CHECK_S: Final = 1.0
 _LAST_WORDS_S: Final = 0.5

@@ -645,13 +645,14 @@ class LedgerShare:
             peer.gap_ms, peer.asks = None, 0
 
     def _follow(self, peer: Peer, batch: Batch, now_ms: float) -> None:
-        for entry in batch.added:
-            self._count_in(peer, entry, now_ms)
-        for move in batch.moved:
-            self._take_move(peer, move, now_ms)
-        self._take_firsts(peer, batch.firsts, now_ms)
-        for end in batch.ended:
-            self._count_out(peer, end.decision_id, now_ms, completed=end.completed)
+        with self._pool.ledger.at_once():
+            for entry in batch.added:
+                self._count_in(peer, entry, now_ms)
+            for move in batch.moved:
+                self._take_move(peer, move, now_ms)
+            self._take_firsts(peer, batch.firsts, now_ms)
+            for end in batch.ended:
+                self._count_out(peer, end.decision_id, now_ms, completed=end.completed)
         for probe in batch.probed:
             self._take_probe(peer, probe, now_ms)
         peer.sequence = batch.sequence

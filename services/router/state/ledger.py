@@ -22,6 +22,7 @@ behind one address, or a server that isn't first come first served, make (2) and
 measures the distance from the exact ledger.
 """
 
+import contextlib
 import heapq
 import math
 from collections import OrderedDict
@@ -183,6 +184,7 @@ class Ledger:
         self._timers: list[tuple[float, int, Entry]] = []
         self._sequence = 0
         self._dropped: OrderedDict[str, None] = OrderedDict()
+        self._held_back: dict[int, _Lane] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -587,7 +589,22 @@ class Ledger:
             lane.pending_tokens -= entry.uncached_tokens
             lane.pending_input_tokens -= entry.input_tokens
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Write what many changes come to into the table once, when the block is left; nothing may read it before."""
+        self._held_back = {}
+        try:
+            yield
+        finally:
+            lanes, self._held_back = self._held_back, None
+            for lane in lanes.values():
+                if self._lanes.get(lane.slot, lane) is lane:  # else another process is there by now
+                    self._publish(lane)
+
     def _publish(self, lane: _Lane, not_before_ms: float = -math.inf) -> None:
+        if self._held_back is not None:
+            self._held_back[lane.slot] = lane
+            return
         since_ms = rate = head_tokens = 0.0
         if lane.pending:
             head = next(iter(lane.pending.values()))
