@@ -20,6 +20,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from services.router.admission.holding import AT_ONCE, LOOK_EVERY_MS, LOOKS
+from services.router.admission.waiting_room import Verdict, Waiter, WaitingRoom
 from services.router.core import DecisionCore, Prepared
 from services.router.predict.types import Prediction
 from services.router.request.inference_request import InferenceRequest, Slo
@@ -156,8 +158,22 @@ class _Router:
             code = hardware_code(pod.spec.profile.hardware_class)
             self.state.add_endpoint(pod.address, hardware_class=code, now_ms=0.0)
         self.core = DecisionCore(POOL, _LISTED, self.state, policy.pipeline(), rng, on_fault)
+        self.room = WaitingRoom(self.core.pipeline.waiting_room)
+        self.held: dict[Waiter, _Asked] = {}
+        self.look_due_ms = math.inf
         self.scrape_due: dict[str, float] = {}
         self.scrape_failures: dict[str, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One request before its decision."""
+
+    place: int
+    request: ReplayRequest
+    engine: EngineRequest
+    inference: InferenceRequest
+    received_ms: float
 
 
 class _Pod:
@@ -305,6 +321,7 @@ class Cluster:
         engine_request = EngineRequest(
             f"{place:08x}", input_tokens, asked.output_tokens, self._hasher.names(asked.model, text)
         )
+        asked_now = _Asked(place, asked, engine_request, request, now_ms)
         try:
             prepared = router.core.prepare(request, None, now_ms)
         except NoEndpoint:
@@ -313,22 +330,114 @@ class Cluster:
         prediction = self._predict(prepared, engine_request)
         decision = router.core.schedule(prepared, prediction, 0.0)
         if decision.refusal is not None:
-            outcomes.outcome[place] = Outcome.SHED
-            self._left -= 1
-            return
+            self._shed(asked_now)
+        elif not self._held(router, asked_now, prepared, prediction, decision):
+            self._dispatch(router, asked_now, prepared, prediction, decision)
+
+    def _shed(self, asked: _Asked) -> None:
+        self._outcomes.outcome[asked.place] = Outcome.SHED
+        self._left -= 1
+
+    def _dispatch(
+        self, router: _Router, asked: _Asked, prepared: Prepared, prediction: Prediction | None, decision: Decision
+    ) -> None:
+        now_ms, decision_id = self._now_ms, asked.engine.request_id
         metadata = router.core.describe(
-            engine_request.request_id,
+            decision_id,
             prepared,
             prediction,
             decision,
-            received_unix_ms=EPOCH_UNIX_MS + now_ms,
+            received_unix_ms=EPOCH_UNIX_MS + asked.received_ms,
             decision_ms=0.0,
+            queue_ms=now_ms - asked.received_ms,
         )
-        router.core.dispatch(engine_request.request_id, prepared, prediction, decision, now_ms)
-        self._note(place, prediction, decision)
-        flight = _Flight(place, asked, engine_request.request_id, router, metadata, now_ms)
-        self._flights[engine_request.request_id] = flight
-        self._at(now_ms + self._options.to_pod_ms, self._reach, (flight, engine_request))
+        router.core.dispatch(decision_id, prepared, prediction, decision, now_ms)
+        self._note(asked.place, prediction, decision)
+        flight = _Flight(asked.place, asked.request, decision_id, router, metadata, asked.received_ms)
+        self._flights[decision_id] = flight
+        self._at(now_ms + self._options.to_pod_ms, self._reach, (flight, asked.engine))
+
+    # --- requests held on purpose, as `services.router.admission.holding` does it ---------------------------------
+
+    def _held(
+        self, router: _Router, asked: _Asked, prepared: Prepared, prediction: Prediction | None, decision: Decision
+    ) -> bool:
+        """Whether a request that has just come is held, or refused; else it goes."""
+        config, now_ms = router.room.config, self._now_ms
+        look = None if config is None else router.core.outlook(prepared, prediction, decision, 0.0, config.hungry)
+        if look is None:
+            return False
+        slo_ms = asked.inference.slo.ttft_ms
+        waiter = Waiter(
+            asked.inference.priority,
+            asked.inference.fairness_id,
+            math.inf if slo_ms is None else now_ms + slo_ms,
+            float(prepared.candidates.uncached_tokens.min()),
+            now_ms,
+        )
+        answer = router.room.offer(waiter, look, now_ms)
+        for other in answer.pushed_out:
+            self._shed(router.held.pop(other))
+        if answer.verdict is Verdict.GO:
+            return False
+        if answer.verdict is Verdict.REFUSE:
+            self._shed(asked)
+        else:
+            router.held[waiter] = asked
+            self._look_again(router)
+        return True
+
+    def _look_again(self, router: _Router, at_ms: float = math.inf) -> None:
+        """Have the room looked at when it says, or at `at_ms`, or as soon as the router's task would by itself."""
+        due_ms = router.room.next_due_ms()
+        if due_ms is None:
+            return
+        at_ms = max(min(due_ms, at_ms, self._now_ms + LOOK_EVERY_MS), self._now_ms)
+        if at_ms < router.look_due_ms:
+            router.look_due_ms = at_ms
+            self._at(at_ms, self._look, router)
+
+    def _look(self, now_ms: float, router: _Router) -> None:
+        if router.look_due_ms > now_ms:  # another look was made for what this one was to be
+            return
+        router.look_due_ms = math.inf
+        for waiter in router.room.due(now_ms):
+            self._reconsider(router, waiter, is_next=False)
+        seen: set[Waiter] = set()
+        while len(seen) < LOOKS and (next_up := router.room.next_up(now_ms, seen)) is not None:
+            if self._reconsider(router, next_up, is_next=not seen):
+                seen.add(next_up)
+        self._look_again(router)
+
+    def _reconsider(self, router: _Router, waiter: Waiter, *, is_next: bool) -> bool:
+        """Whether it goes on waiting."""
+        asked, now_ms, config = router.held[waiter], self._now_ms, router.room.config
+        elapsed_ms = now_ms - asked.received_ms
+        try:
+            prepared = router.core.prepare(asked.inference, None, now_ms)
+        except NoEndpoint:
+            router.room.leave(waiter)
+            del router.held[waiter]
+            self._left -= 1
+            return False
+        prediction = self._predict(prepared, asked.engine)
+        decision = router.core.schedule(prepared, prediction, elapsed_ms)
+        if decision.refusal is not None:
+            router.room.refuse(waiter)
+            self._shed(router.held.pop(waiter))
+            return False
+        look = None
+        if config is not None:
+            look = router.core.outlook(prepared, prediction, decision, elapsed_ms, config.hungry)
+        answer = router.room.reconsider(waiter, look or AT_ONCE, now_ms, is_next=is_next or look is None)
+        if answer.verdict is Verdict.HOLD:
+            return True
+        del router.held[waiter]
+        if answer.verdict is Verdict.REFUSE:
+            self._shed(asked)
+        else:
+            self._dispatch(router, asked, prepared, prediction, decision)
+        return False
 
     def _note(self, place: int, prediction: Prediction | None, decision: Decision) -> None:
         outcomes, first = self._outcomes, decision.order[0]
@@ -457,6 +566,7 @@ class Cluster:
         self._outcomes.ttft_ms[flight.place] = now_ms - flight.received_ms
         if self._options.first_tokens_seen:
             flight.router.state.observe_first_token(flight.decision_id, now_ms)
+            self._look_again(flight.router, now_ms)
 
     def _finished(self, running: Running, now_ms: float) -> None:
         self._end(self._flights[running.request.request_id], Outcome.OK, now_ms, running)
@@ -491,6 +601,7 @@ class Cluster:
         outcomes.pod[place] = flight.pod
         outcomes.attempts[place] = flight.attempt + 1
         flight.router.state.finish(flight.decision_id, now_ms, completed=outcome is Outcome.OK)
+        self._look_again(flight.router, now_ms)
         ttft_ms = tpot_ms = None
         tokens = flight.request.output_tokens
         # Labels begin at the dispatch to the endpoint that served, latencies of the client at the request's receipt.

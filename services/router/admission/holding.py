@@ -18,9 +18,9 @@ from services.router.request.errors import RejectReason, Shed
 from shared.clock import Clock
 
 LOOK_EVERY_MS: Final = 20.0
-_LOOKS: Final = 3
+LOOKS: Final = 3
 """Requests looked at whose turn it isn't yet, before the rest is left to the next look."""
-_AT_ONCE: Final = Outlook(0.0, 0.0, 0.0, in_time=True, drain_ms=1.0, candidates=1)
+AT_ONCE: Final = Outlook(0.0, 0.0, 0.0, in_time=True, drain_ms=1.0, candidates=1)
 """Nothing is predicted: nothing to hold for."""
 
 Ticket = TypeVar("Ticket")
@@ -149,7 +149,7 @@ class Holding(Generic[Ticket, Considered, Result]):
             for waiter in self.room.everyone():
                 await self._reconsider(waiter, is_next=True)
         seen: set[Waiter] = set()
-        while len(seen) < _LOOKS and (next_up := self.room.next_up(self._clock.monotonic_ms(), seen)) is not None:
+        while len(seen) < LOOKS and (next_up := self.room.next_up(self._clock.monotonic_ms(), seen)) is not None:
             if await self._reconsider(next_up, is_next=not seen):
                 seen.add(next_up)
 
@@ -176,7 +176,7 @@ class Holding(Generic[Ticket, Considered, Result]):
         now_ms = self._clock.monotonic_ms()
         config = self.room.config
         outlook = None if config is None else self._conductor.outlook(held.ticket, considered, config)
-        answer = self.room.reconsider(waiter, outlook or _AT_ONCE, now_ms, is_next=is_next or outlook is None)
+        answer = self.room.reconsider(waiter, outlook or AT_ONCE, now_ms, is_next=is_next or outlook is None)
         if answer.verdict is Verdict.HOLD:
             return True
         if answer.verdict is Verdict.REFUSE:

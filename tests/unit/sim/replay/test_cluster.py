@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,3 +128,33 @@ def test_decisions_are_those_of_the_routers_core(monkeypatch: pytest.MonkeyPatch
     assert len(asked) == 60
     assert [order[0] for order in orders] == result.outcomes.pod.tolist()
     assert all(request.input_tokens == len(request.prompt) / 4 for request in asked)
+
+
+WAITING = """
+name: waiting
+scorers: [{plugin: predicted-cost-scorer}]
+picker: {plugin: max-score-picker}
+waiting_room: {mode: MODE, enough_work_ms: 100, ttl_ms: 20000, hungry: any}
+fallback: token-load
+"""
+
+
+@pytest.mark.parametrize("mode", ["overload", "late-binding"])
+def test_requests_are_held_in_overload_and_every_one_ends_once(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "waiting.yaml"
+    path.write_text(WAITING.replace("MODE", mode))
+    busy = trace(300, 40.0)
+    result = run(busy, PODS, policy(f"{path}+oracle"), OPTIONS)
+    assert_sound(result, 300)
+    assert set(result.outcomes.outcome) == {Outcome.OK}, "priority 0 is never shed"
+    greedy = run(busy, PODS, policy("leadtime+oracle"), OPTIONS)
+    assert not np.array_equal(result.outcomes.ttft_ms, greedy.outcomes.ttft_ms), "some were held"
+
+
+def test_at_low_load_nobody_is_held(tmp_path: Path) -> None:
+    path = tmp_path / "waiting.yaml"
+    path.write_text(WAITING.replace("MODE", "late-binding"))
+    plain = tmp_path / "plain.yaml"
+    plain.write_text("\n".join(line for line in path.read_text().splitlines() if "waiting_room" not in line))
+    held, greedy = (run(trace(60, 0.5), PODS, policy(f"{p}+oracle"), OPTIONS) for p in (path, plain))
+    assert np.array_equal(held.outcomes.ttft_ms, greedy.outcomes.ttft_ms)
