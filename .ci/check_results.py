@@ -162,6 +162,19 @@ def positive(value: Any) -> bool:
     return is_number(value) and value > 0
 
 
+def bench_scale(result: Mapping[str, Any]) -> list[str]:
+    """Faults of `bench/scale.py`'s result."""
+    figures = {
+        **{f"scrape.{state}.cores": result["scrape"][state]["cores"] for state in ("idle", "busy")},
+        "idle_router.cores": result["idle_router"]["cores"],
+        "idle_router.resident_mb": result["idle_router"]["resident_mb"],
+        "decision.ratio": result["decision"]["ratio"],
+        **{f"replay.{key}": value for key, value in result["shortlist"]["replay"]["ratio"].items()},
+        **{f"states.{key}": value for key, value in result["shortlist"]["states"]["predicted_ratio"].items()},
+    }
+    return [f"{key} is {value}" for key, value in figures.items() if not positive(value)]
+
+
 CHECKS = {
     "demo": demo,
     "bench/router": bench_router,
@@ -170,6 +183,7 @@ CHECKS = {
     "bench/stream": bench_stream,
     "bench/replay": bench_replay,
     "bench/model": bench_model,
+    "bench/scale": bench_scale,
 }
 
 

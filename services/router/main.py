@@ -79,7 +79,11 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
     rng = random.Random(secrets.randbits(64))  # noqa: S311 - jitter
 
     salt = settings.prefix_salt.get_secret_value().encode() if settings.prefix_salt else secrets.token_bytes(32)
-    state = PoolState(PoolConfig(scrape_limit_ms=settings.scrape_stale_ms), salt=salt, tokens=TokenEstimator())
+    state = PoolState(
+        PoolConfig(scrape_limit_ms=settings.scrape_stale_ms, max_candidates=settings.max_candidates),
+        salt=salt,
+        tokens=TokenEstimator(),
+    )
     registry.register(EndpointCollector(state, clock))
     listed, kubernetes = sources(settings, clock, registry, rng)
     discovery = Discovery(state, listed, clock=clock, registry=registry, readiness=readiness)

@@ -15,6 +15,7 @@ from services.router.request.aliases import ModelAliases
 from services.router.request.parse import DEFAULT_MAX_BODY_BYTES
 from services.router.restored_name import parse_routes
 from services.router.sample_sink import parse_collectors
+from services.router.state.table import MAX_CANDIDATES
 from shared.settings import NatsSettings, Port, PositiveMs, RedisSettings, ServiceSettings, is_loopback
 
 
@@ -119,6 +120,8 @@ class RouterSettings(ServiceSettings):
     """
     prefix_salt: SecretStr | None = None
     """Key of the prefix hashes, the same for all routers of a pool; random without one, and prefixes aren't shared."""
+    max_candidates: Annotated[int, Field(ge=0, le=65_536)] = MAX_CANDIDATES
+    """How many endpoints of a larger pool one decision looks at: the best by ledger and prefix; 0: all."""
     scrape_timeout_ms: PositiveMs = 1_000.0
     scrape_stale_ms: PositiveMs = 5_000.0
     """Older scraped values count as unknown."""

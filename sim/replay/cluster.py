@@ -31,6 +31,7 @@ from services.router.state.errors import NoEndpoint
 from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.prefix_index import BlockHasher
 from services.router.state.scraper import ScrapeConfig
+from services.router.state.table import MAX_CANDIDATES
 from services.router.state.vllm_metrics import Engine as EngineKind
 from services.router.state.vllm_metrics import EngineMetrics
 from shared.features import hardware_code
@@ -78,7 +79,8 @@ class Failure:
 class RunOptions:
     """`to_pod_ms`: from the router's decision to the pod. `flush_ms`: Envoy's access log is written so often, and
     `label_ms` later its samples are with trainer and routers. `noise`: relative deviation of a step's time.
-    `first_tokens_seen`: routers see responses pass (the ledger is then exact).
+    `first_tokens_seen`: routers see responses pass (the ledger is then exact). `max_candidates`: that a decision looks
+    at; 0: all.
     """
 
     seed: int = 0
@@ -90,6 +92,7 @@ class RunOptions:
     label_ms: float = 50.0
     noise: float = 0.04
     first_tokens_seen: bool = False
+    max_candidates: int = MAX_CANDIDATES
     learning: LearningOptions = field(default_factory=LearningOptions)
 
 
@@ -151,9 +154,15 @@ class _Router:
     """One router's state and decisions."""
 
     def __init__(
-        self, policy: Policy, pods: Sequence["_Pod"], rng: np.random.Generator, on_fault: Callable[[str], None]
+        self,
+        policy: Policy,
+        pods: Sequence["_Pod"],
+        rng: np.random.Generator,
+        on_fault: Callable[[str], None],
+        max_candidates: int,
     ) -> None:
-        self.state = PoolState(PoolConfig(), salt=_SALT, tokens=TokenEstimator(_BYTES_PER_TOKEN))
+        config = PoolConfig(max_candidates=max_candidates)
+        self.state = PoolState(config, salt=_SALT, tokens=TokenEstimator(_BYTES_PER_TOKEN))
         for pod in pods:
             code = hardware_code(pod.spec.profile.hardware_class)
             self.state.add_endpoint(pod.address, hardware_class=code, now_ms=0.0)
@@ -218,7 +227,7 @@ class Cluster:
             pod.engine = JumpEngine(pod.spec.profile, pod.spec.limits, noise, self._first, self._finished)
         self._by_address = {pod.address: pod for pod in self._pods}
         self._routers = [
-            _Router(policy, self._pods, np.random.default_rng(child), self._fault)
+            _Router(policy, self._pods, np.random.default_rng(child), self._fault, options.max_candidates)
             for child in children[1 + len(pods) :]
         ]
         block_tokens = pods[0].limits.block_tokens

@@ -26,7 +26,7 @@ from services.router.state.ledger import Ledger
 from services.router.state.prefix_index import BlockHasher, PrefixIndex, PrefixMatch
 from services.router.state.roles import Role
 from services.router.state.snapshot import Candidates
-from services.router.state.table import Endpoint, EndpointTable
+from services.router.state.table import MAX_CANDIDATES, Endpoint, EndpointTable
 from services.router.state.vllm_metrics import EngineMetrics
 from shared.features import HARDWARE_CLASSES
 from shared.samples import LatencySample, Outcome
@@ -52,7 +52,8 @@ class PoolConfig:
     """`scrape_limit_ms`: scraped values older than this are unknown. `prefix_block_bytes`: a multiple of 8.
 
     `prefix_max_blocks`: of one prompt. `prefix_default_blocks`: of an endpoint that hasn't told its cache's size.
-    `prefix_total_blocks`: of all endpoints. `max_request_age_ms`: after which an entry without an end is given up.
+    `prefix_total_blocks`: of all endpoints. `max_candidates`: of one decision; 0: all. `max_request_age_ms`: an entry
+    without an end is given up after it.
     """
 
     scrape_limit_ms: float = 5_000.0
@@ -61,6 +62,7 @@ class PoolConfig:
     prefix_default_blocks: int = 4_096
     prefix_total_blocks: int = 500_000
     max_request_age_ms: float = 3_600_000.0
+    max_candidates: int = MAX_CANDIDATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,7 @@ class PoolState:
     def __init__(self, config: PoolConfig, *, salt: bytes, tokens: TokenEstimator) -> None:
         """`salt`: secret of the prefix hashes, the same in all routers that share state."""
         self.tokens = tokens
-        self.table = EndpointTable(scrape_limit_ms=config.scrape_limit_ms)
+        self.table = EndpointTable(scrape_limit_ms=config.scrape_limit_ms, max_candidates=config.max_candidates)
         self.ledger = Ledger(self.table, max_age_ms=config.max_request_age_ms)
         self.prefixes = PrefixIndex(
             BlockHasher(salt, block_bytes=config.prefix_block_bytes, max_blocks=config.prefix_max_blocks),

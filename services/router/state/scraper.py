@@ -1,8 +1,9 @@
 """Asks every endpoint how it is: `/metrics` for the ledger's corrections and the features, `/v1/models` and `/health`.
 
-One task per endpoint. A busy endpoint is scraped 4 times a second, an idle one once; a failing one is not ready and is
-probed at growing intervals until it answers again. Health and models are asked on joining, after a restart of the
-server's process, after a failed request, and every half minute. Nothing waits for any of this.
+One task per endpoint. A busy endpoint is scraped 4 times a second, an idle one once (less often in large pools: all
+together 50 times a second, each every 4 s at least); a failing one is not ready and is probed at growing intervals
+until it answers again. Health and models are asked on joining, after a restart of the server's process, after a failed
+request, and every half minute. Nothing waits for any of this.
 
 Routers that share what they know share the scrapes out: one whose turn it isn't is told the values, and asks a ready
 endpoint itself only when health and models are due.
@@ -55,6 +56,8 @@ class ScrapeConfig:
     """
 
     idle_interval_ms: float = 1_000.0
+    idle_scrapes_per_s: float = 50.0
+    longest_idle_interval_ms: float = 4_000.0
     busy_interval_ms: float = 250.0
     timeout_ms: float = 1_000.0
     full_interval_ms: float = 30_000.0
@@ -230,7 +233,7 @@ class Scraper:
             interval_ms = min(config.busy_interval_ms * 2.0 ** min(watch.failures - 1, 16), config.max_backoff_ms)
         else:
             busy = self._pool.in_flight_at(address) > 0
-            interval_ms = config.busy_interval_ms if busy else config.idle_interval_ms
+            interval_ms = config.busy_interval_ms if busy else self._idle_interval_ms()
         watch.next_ms = watch.probed_ms + interval_ms * jitter
         while (left_ms := watch.next_ms - self._clock.monotonic_ms()) > 0:
             woken = asyncio.get_running_loop().call_later(left_ms / 1e3, watch.wake.set)
@@ -240,6 +243,12 @@ class Scraper:
                 woken.cancel()
             watch.wake.clear()
         await asyncio.sleep(max(0.0, watch.probed_ms + _MIN_GAP_MS - self._clock.monotonic_ms()) / 1e3)
+
+    def _idle_interval_ms(self) -> float:
+        """Longer in large pools: a bound for all idle endpoints together, and yet each while its last answer counts."""
+        config = self._config
+        shared_out_ms = len(self._watches) / config.idle_scrapes_per_s * 1e3
+        return max(config.idle_interval_ms, min(shared_out_ms, config.longest_idle_interval_ms))
 
     def _got_work(self, address: str) -> None:
         """An idle endpoint is busy from here on: its next probe comes at a busy one's pace."""

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from services.router.request.errors import RejectReason
 from services.router.state.errors import ModelNotFound, NoEndpoint
 from services.router.state.roles import Role
+from services.router.state.shortlist import shortlist
 from services.router.state.snapshot import Candidates
 
 # A client names models and a gateway subsets: neither may make these caches grow without bound.
@@ -70,6 +71,8 @@ _MIN_STEP_MS: Final = 0.1
 _RAMP_FIRST_REQUESTS: Final = 2.0
 _RAMP_DOUBLING_MS: Final = 1_000.0
 _RAMP_MS: Final = 10_000.0
+MAX_CANDIDATES: Final = 128
+_TURN_STRIDE: Final = 389
 
 
 @dataclass(slots=True)
@@ -106,13 +109,22 @@ class _Group:
 
     slots: npt.NDArray[np.intp]
     addresses: tuple[str, ...]
+    classes: tuple[npt.NDArray[np.intp], ...] = ()
+    """Places by hardware class."""
 
 
 class EndpointTable:
     """The endpoints by slot and by address. Slots of removed endpoints are used again."""
 
-    def __init__(self, *, scrape_limit_ms: float = 5_000.0, capacity: int = 16) -> None:
-        """`scrape_limit_ms`: scraped values older than this count as unknown."""
+    def __init__(
+        self, *, scrape_limit_ms: float = 5_000.0, capacity: int = 16, max_candidates: int = MAX_CANDIDATES
+    ) -> None:
+        """`scrape_limit_ms`: scraped values older than this count as unknown. `max_candidates`: of one decision, found
+        by `shortlist`; 0: all.
+        """
+        self.max_candidates = max_candidates
+        self._turn = 0
+        self._noise = np.random.default_rng(1).random(1, np.float32)
         self.scrape_limit_ms = scrape_limit_ms
         self._by_address: dict[str, Endpoint] = {}
         self._by_slot: dict[int, Endpoint] = {}
@@ -310,6 +322,8 @@ class EndpointTable:
         group = self._groups.get((model, subset)) or self._group(model, subset)
         if self._ramps:
             group = self._without_ramping(group, now_ms)
+        if 0 < self.max_candidates < len(group.addresses):
+            group = self._shortlisted(group, input_tokens, matched_tokens)
         return self._view(group, input_tokens, matched_tokens, now_ms)
 
     def everyone(self, subset: frozenset[str] | None, now_ms: float) -> Candidates:
@@ -328,10 +342,37 @@ class EndpointTable:
             if self._pending[slot] + self._decoding[slot]
             >= _RAMP_FIRST_REQUESTS * 2.0 ** (max(0.0, now_ms - returned_ms) / _RAMP_DOUBLING_MS)
         }
-        kept = [i for i, slot in enumerate(group.slots.tolist()) if slot not in full] if full else []
-        if not full or not kept:
+        if not full:
             return group
-        return _Group(group.slots[kept], tuple(group.addresses[i] for i in kept))
+        kept = np.flatnonzero(~np.isin(group.slots, list(full)))
+        return self._part(group, kept) if len(kept) else group
+
+    def _shortlisted(self, group: _Group, input_tokens: float, matched_tokens: npt.NDArray[np.float32]) -> _Group:
+        count = len(group.addresses)
+        if len(self._noise) < 2 * count:
+            self._noise = np.random.default_rng(1).random(2 * count, np.float32)
+        # Far from its neighbours' place in the turn before: the same endpoints must not stay together.
+        self._turn = (self._turn + _TURN_STRIDE) % count
+        slots = group.slots
+        own = np.float32(input_tokens) - matched_tokens.take(slots)
+        places = shortlist(
+            np.maximum(own, np.float32(0.0), out=own),
+            self._pending_tokens.take(slots),
+            self._pending.take(slots) + self._decoding.take(slots),
+            group.classes or self._classes(slots),
+            self.max_candidates,
+            self._noise[self._turn : self._turn + count],
+        )
+        return self._part(group, places)
+
+    def _classes(self, slots: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], ...]:
+        hardware = self._values[_Value.HARDWARE_CLASS].take(slots)
+        return tuple(np.flatnonzero(hardware == code) for code in np.unique(hardware))
+
+    @staticmethod
+    def _part(group: _Group, places: npt.NDArray[np.intp]) -> _Group:
+        addresses = group.addresses
+        return _Group(group.slots[places], tuple([addresses[i] for i in places.tolist()]))
 
     def view(self, slot: int, now_ms: float) -> Candidates:
         """One endpoint's columns, ready or not, for an empty prompt: for the admin pages."""
@@ -391,7 +432,8 @@ class EndpointTable:
             if not able:
                 raise NoEndpoint(RejectReason.SUBSET_EMPTY)
         able.sort(key=lambda endpoint: endpoint.slot)
-        group = _Group(np.array([e.slot for e in able], np.intp), tuple(e.address for e in able))
+        slots = np.array([e.slot for e in able], np.intp)
+        group = _Group(slots, tuple(e.address for e in able), self._classes(slots))
         if len(self._groups) >= _MAX_GROUPS:
             self._groups.clear()
         self._groups[model, subset] = group
