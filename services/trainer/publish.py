@@ -48,7 +48,8 @@ class BundleStore:
         self._pool = pool
         self._key = key
         self._lease = lease
-        self._versions: list[str] | None = None
+        self.versions: list[str] = []
+        """Those that are kept, the newest last, as this process last knew"""
 
     async def load(self) -> Champion | None:
         """The bundle that the pointer names, or None; raises ContractError if it can't be used."""
@@ -65,7 +66,8 @@ class BundleStore:
         """Versions whose blobs are there, oldest first."""
         prefix = bundle_key(self._pool, SCHEMA.hash, "")
         found = [key async for key in self._redis.scan_iter(match=f"{prefix}*", count=1000)]
-        return sorted({bytes(key).decode().removeprefix(prefix) for key in found} - {"current"})
+        self.versions = sorted({bytes(key).decode().removeprefix(prefix) for key in found} - {"current"})
+        return self.versions
 
     async def load_memory(self) -> Memory:
         """What an earlier trainer left; an empty one where there is none, or none that can be read."""
@@ -137,14 +139,14 @@ class BundleStore:
     async def _retire(self, newest: str, keep: Collection[str]) -> None:
         """Let all but the newest bundles and those to keep expire."""
         prefix = bundle_key(self._pool, SCHEMA.hash, "")
-        if self._versions is None:
-            self._versions = await self.kept()
-        self._versions = [version for version in self._versions if version != newest] + [newest]
-        for version in self._versions[:-KEEP_BUNDLES]:
+        if not self.versions:
+            self.versions = await self.kept()
+        self.versions = [version for version in self.versions if version != newest] + [newest]
+        for version in self.versions[:-KEEP_BUNDLES]:
             if version in keep:
                 await self._redis.persist(f"{prefix}{version}")
             else:
-                self._versions.remove(version)
+                self.versions.remove(version)
                 await self._redis.expire(f"{prefix}{version}", EXPIRY_GRACE_S)
 
     @property

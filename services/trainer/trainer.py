@@ -28,7 +28,7 @@ from services.trainer.metrics import TrainerMetrics
 from services.trainer.publish import KEEP_BUNDLES, BundleStore
 from services.trainer.settings import TrainerSettings
 from services.trainer.succession import PRIOR_PREFIX, Memory
-from services.trainer.views import bundle_view, report_view
+from services.trainer.views import bundle_view, report_view, version_view
 from shared.cancellation import raise_if_cancelled
 from shared.clock import Clock
 from shared.errors import ContractError, LeadtimeError
@@ -169,6 +169,7 @@ class Trainer:
             self._log.warning("saved bundle refused", reason=str(error))
             saved = None
         self._sequence = max(self._sequence, await self._store.calibration_sequence())
+        await self._store.kept()
         memory = await self._store.load_memory()
         good = await self._kept(memory.good) if memory.good else None
         if memory.pinned is not None and (saved is None or saved.version != memory.pinned):
@@ -469,6 +470,10 @@ class Trainer:
             "champion_fit": report_view(fitted) if fitted else None,
             "last_cycle": report_view(report) if report else None,
             "succession": learner.succession.view(window.total),
+            "versions": [
+                version_view(version, champion, learner.succession.memory(), self._fits.get(version))
+                for version in reversed(self._store.versions)
+            ],
             "decisions": list(self._decisions),
             "window": {
                 "rows": len(window),

@@ -5,6 +5,7 @@ from typing import Any
 
 from services.trainer.champion import Champion
 from services.trainer.cycle import CycleReport
+from services.trainer.succession import Memory
 
 
 def bundle_view(champion: Champion, age_ms: float | None, published: str | None) -> dict[str, Any]:
@@ -20,6 +21,21 @@ def bundle_view(champion: Champion, age_ms: float | None, published: str | None)
         "metrics": {target: metrics.model_dump() for target, metrics in manifest.metrics.items()},
         "renderings": [rendering.model_dump() for rendering in manifest.renderings],
         "libraries": manifest.libraries,
+    }
+
+
+def version_view(version: str, champion: Champion | None, memory: Memory, report: CycleReport | None) -> dict[str, Any]:
+    """A version that is kept, what it is now, and its held-out errors where this process fitted it."""
+    roles = {
+        "serving": champion is not None and champion.version == version,
+        "pinned": memory.pinned == version,
+        "last_good": memory.good == version,
+    }
+    return {
+        "version": version,
+        "unix_ms": int(version.partition("-")[0]),
+        "is": [role for role, held in roles.items() if held],
+        "metrics": {target: metrics.model_dump() for target, metrics in report.metrics.items()} if report else None,
     }
 
 

@@ -56,6 +56,15 @@ async def consumer_state(context):
     return await context.consumer_info(SAMPLES_STREAM, trainer_durable("default"))
 
 
+async def replayed(trainer):
+    """Await that the replay at the start is over: what comes from here on goes through the durable consumer."""
+
+    async def ready():
+        return (await fetch(f"{trainer.url}/readyz"))[0] == 200
+
+    await until(ready, "the replay is over")
+
+
 async def test_samples_become_a_bundle_and_a_calibration(nats, redis):
     """The notice comes when blob and pointer are there, and both load as a reader loads them."""
     async with stream(nats.url) as context, store(redis) as client, client.pubsub() as notices:
@@ -135,7 +144,7 @@ async def test_a_saved_bundle_is_served_until_a_hundred_samples_came(nats, redis
 
 async def test_poison_blocks_nothing_and_is_not_sent_again(nats, redis):
     async with stream(nats.url) as context, running_trainer(nats.url, redis.url, ack_wait_ms=1_000) as trainer:
-        await until(trainer.model, "an answer")
+        await replayed(trainer)
         subject = samples_subject("default")
         await context.publish(subject, b"not a sample")
         await context.publish(subject, encode_sample(msgspec.structs.replace(SAMPLES[0], pool="other")))
@@ -165,7 +174,7 @@ async def dead_letters(context):
 async def test_poison_becomes_a_dead_letter_with_its_reason(nats, redis):
     other = encode_sample(msgspec.structs.replace(SAMPLES[0], pool="other"))
     async with stream(nats.url) as context, running_trainer(nats.url, redis.url) as trainer:
-        await trainer.taken(0)
+        await replayed(trainer)
         await context.publish(samples_subject("default"), b"not a sample")
         await context.publish(samples_subject("default"), other)
         await publish(context, SAMPLES[:20])

@@ -105,6 +105,10 @@ async def test_predictors_and_routers_follow_a_rollback_and_a_pin_that_outlives_
             await until(held, "a challenger is held")
             assert await trainer.metric('leadtime_trainer_rollbacks_total{cause="operator"}') == 1
 
+            model = await trainer.model()
+            kept = {one["version"]: one["is"] for one in model["versions"]}
+            assert {first, second} <= set(kept)
+            assert kept[first] == ["serving"]
             status, model = await ask("POST", f"{trainer.url}/v1/model/pin", {"version": second})
             assert (status, model["succession"]["pinned"]) == (200, second)
             await everywhere(second, process, watching)
