@@ -10,6 +10,17 @@ kinds in one queue; and a block computed twice is merged, where vLLM keeps both 
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
+
+
+class CacheListener(Protocol):
+    """Told what becomes findable under a hash, and what is no longer."""
+
+    def stored(self, block: int) -> None: ...
+
+    def removed(self, blocks: Sequence[int]) -> None: ...
+
+    def cleared(self) -> None: ...
 
 
 class CachedBlock:
@@ -31,6 +42,7 @@ class KvBlockPool:
         self._cached: dict[int, CachedBlock] = {}
         # Oldest first. A sequence's tail is released before its head, so chains are evicted from their ends.
         self._idle: OrderedDict[int, CachedBlock] = OrderedDict()
+        self.listener: CacheListener | None = None
 
     @property
     def idle_blocks(self) -> int:
@@ -77,9 +89,11 @@ class KvBlockPool:
             if missing > len(idle):
                 return False
             cached = self._cached
-            for _ in range(missing):
-                block_hash, _block = idle.popitem(last=False)
+            evicted = [idle.popitem(last=False)[0] for _ in range(missing)]
+            for block_hash in evicted:
                 del cached[block_hash]
+            if self.listener is not None:
+                self.listener.removed(evicted)
             self.free_blocks += missing
         self.free_blocks -= blocks
         self.private_blocks += blocks
@@ -93,6 +107,8 @@ class KvBlockPool:
             block = CachedBlock(block_hash)
             self._cached[block_hash] = block
             self.pinned_blocks += 1
+            if self.listener is not None:
+                self.listener.stored(block_hash)
             return block
         self.free_blocks += 1
         if block.holders == 0:
@@ -111,6 +127,8 @@ class KvBlockPool:
             if block is None:
                 block = cached[block_hash] = CachedBlock(block_hash)
                 fresh += 1
+                if self.listener is not None:
+                    self.listener.stored(block_hash)
             else:
                 if block.holders == 0:
                     del idle[block_hash]
@@ -142,3 +160,5 @@ class KvBlockPool:
         self.free_blocks += len(self._idle)
         self._idle.clear()
         self._cached.clear()
+        if self.listener is not None:
+            self.listener.cleared()

@@ -21,6 +21,7 @@ from typing import Any, Final
 from sim.engine import Engine, EngineRequest, FinishReason, RequestState, StepResult
 from sim.exposition import VllmMetrics
 from sim.http_edge import JSON_TYPE, DateClock, Exchange, HttpProtocol, HttpRequest
+from sim.kv_events import KvEventPublisher
 from sim.openai_api import (
     DONE_EVENT,
     AnswerHead,
@@ -121,6 +122,7 @@ class ModelServer:
         self._reserved: socket.socket | None = None
         self.port = spec.port
         self._faults = spec.faults
+        self._kv_events: KvEventPublisher | None = None
         self._new_incarnation()
 
     @property
@@ -177,6 +179,8 @@ class ModelServer:
     def close(self) -> None:
         """For good, at the end of the process."""
         self._runner.stop()
+        if self._kv_events is not None:
+            self._kv_events.close()
         if self._listener is not None:
             self._listener.close()
         if self._reserved is not None:
@@ -225,10 +229,17 @@ class ModelServer:
         self._base = self._engine.metrics()
         self._stopped = False
         self.set_faults(self._faults)
+        if self._kv_events is not None:
+            self._kv_events.restart()
+            self._engine.pool.listener = self._kv_events
 
     async def _listen(self) -> None:
         listening = await self._reserve()
         self._reserved = None
+        if self.spec.kv_events is not None and self._kv_events is None:
+            topic = f"kv@{self.base_url.removeprefix('http://')}@{self.spec.models[0]}"
+            self._kv_events = KvEventPublisher(self.spec.kv_events, topic, self._limits.block_tokens, self._loop)
+            self._engine.pool.listener = self._kv_events
         self._listener = await self._loop.create_server(
             lambda: HttpProtocol(self._handle, self._clock, self._connections, self._extra_headers),
             sock=listening,
@@ -401,7 +412,10 @@ class ModelServer:
             )
             raise ApiError(400, "BadRequestError", message, "max_tokens" if wanted else "prompt")
         # The chain goes on over the answer, so that a next turn finds its blocks.
-        chain = block_chain(prompt + text.tokens(output_tokens), self._limits.block_tokens, salt)
+        tokens = prompt + text.tokens(output_tokens)
+        chain = block_chain(tokens, self._limits.block_tokens, salt)
+        if self._kv_events is not None:
+            self._kv_events.register(tokens, chain)
         return EngineRequest(request_id, prompt_tokens, output_tokens, chain, reason)
 
     # Tokens

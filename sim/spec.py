@@ -90,6 +90,8 @@ class ServerSpec(_Strict):
     """Usage in every stream, asked for or not."""
     cached_tokens_in_usage: bool = True
     """`prompt_tokens_details.cached_tokens` in usage; vLLM leaves it out unless told otherwise."""
+    kv_events: str | None = Field(default=None, pattern=r"^(tcp|ipc)://")
+    """ZMQ address to which it tells of its KV cache, as vLLM does; None: nobody."""
     faults: Faults = Faults()
 
     @model_validator(mode="after")
