@@ -73,13 +73,13 @@ OUTPUT_TOKENS: Final = 256
 P90_LOG: Final = 0.75
 P99_LOG: Final = 1.65
 _LONGEST_MS: Final = np.float32(86_400_000.0)
-_VERSION_PREFIX: Final = "0" * 13 + "-"
+PRIOR_PREFIX: Final = "0" * 13 + "-"
 """Bundles are named by the millisecond of their making; this one is older than all."""
 
 
 def is_prior(bundle_version: str) -> bool:
     """Whether a prediction of this version is the prior's: nothing was learned from this pool's requests."""
-    return bundle_version.startswith(_VERSION_PREFIX)
+    return bundle_version.startswith(PRIOR_PREFIX)
 
 
 def step_times(size: ModelSize) -> dict[str, StepTimes]:
@@ -102,7 +102,7 @@ class PriorModel:
         for name, row in times.items():
             self._times[hardware_code(name)] = astuple(row)
         told = f"{size}|{SCHEMA.hash}|{times}|{CHUNK_TOKENS}|{OUTPUT_TOKENS}|{P90_LOG}|{P99_LOG}"
-        self.bundle_version = _VERSION_PREFIX + hashlib.sha256(told.encode()).hexdigest()[:8]
+        self.bundle_version = PRIOR_PREFIX + hashlib.sha256(told.encode()).hexdigest()[:8]
 
     def predict(self, rows: FloatMatrix) -> FloatMatrix:
         """float32 (n, F) → float32 (n, K) in the order of `outputs`; `in_range` is 0: nothing was seen."""

@@ -25,7 +25,9 @@ from services.trainer.succession import Good, LiveErrors, Memory, Succession, Su
 from services.trainer.window import SampleWindow, Snapshot
 from shared.bundle import Calibration
 from shared.features import FloatMatrix
+from shared.inference import BundleModel
 from shared.prediction import plausible
+from shared.prior import PriorModel
 
 # A model from fewer rows serves, but is still called warming.
 READY_SAMPLES: Final = 100
@@ -48,7 +50,12 @@ class Learner:
         self.lengths = OutputLengths(options.calibration.output_rate)
         self.health = LabelHealth()
         self.champion: Champion | None = None
+        self.prior = PriorModel(options.fit.prior) if options.fit.prior is not None else None
+        """What routers answer with while there is no champion; its error is measured until then"""
         self.calibrator: Calibrator | None = None
+        """The champion's, or the prior's"""
+        if self.prior is not None:
+            self.calibrator = Calibrator(options.calibration, self.prior.bundle_version, self.prior.outputs)
         self.succession = Succession(succession or SuccessionOptions())
         self._fitted_total = 0
         self._last_fit_ms: float | None = None
@@ -68,13 +75,16 @@ class Learner:
             self._calibrate([taken for taken in batch if taken.censored_ms is None])
 
     def _calibrate(self, batch: Sequence[Taken]) -> None:
-        if self.champion is None or self.calibrator is None or not batch:
+        if self.calibrator is None or not batch:
             return
         rows: FloatMatrix = np.stack([taken.row for taken in batch])
-        _observe(self.champion, self.calibrator, self.succession.errors, rows, batch)
+        if self.champion is not None:
+            _observe(self.champion.model, self.calibrator, self.succession.errors, rows, batch)
+        elif self.prior is not None:
+            _observe(self.prior, self.calibrator, None, rows, batch)
         good = self.succession.good
         if good is not None:
-            _observe(good.champion, good.calibrator, good.errors, rows, batch)
+            _observe(good.champion.model, good.calibrator, good.errors, rows, batch)
 
     def restore(self, saved: Champion) -> bool:
         """Go on from a bundle that was published before; False where it is the champion already."""
@@ -170,7 +180,7 @@ class Learner:
         return True
 
     def calibration(self, pool: str, sequence: int, now_unix_ms: float) -> Calibration | None:
-        """The champion's calibration as it is published; None while there is none."""
+        """The calibration of the champion, or of the prior before there is one, as it is published; None without."""
         if self.calibrator is None:
             return None
         return self.calibrator.calibration(pool, sequence, now_unix_ms, self.lengths.tokens())
@@ -185,16 +195,22 @@ class Learner:
 
 
 def _observe(
-    champion: Champion, calibrator: Calibrator, errors: LiveErrors, rows: FloatMatrix, batch: Sequence[Taken]
+    model: BundleModel | PriorModel,
+    calibrator: Calibrator,
+    errors: LiveErrors | None,
+    rows: FloatMatrix,
+    batch: Sequence[Taken],
 ) -> None:
     """Let one version answer for a batch, and learn how it did."""
-    answers = champion.model.predict(rows)
+    answers = model.predict(rows)
     if not plausible(answers):
-        for taken in batch:  # nonsense: nothing to learn of it but that
-            errors.failed(taken.targets)
+        if errors is not None:
+            for taken in batch:  # nonsense: nothing to learn of it but that
+                errors.failed(taken.targets)
         return
-    predictions, outputs = answers.tolist(), champion.model.outputs
+    predictions, outputs = answers.tolist(), model.outputs
     for taken, predicted, backlog in zip(batch, predictions, backlog_tokens(rows).tolist(), strict=True):
         named = dict(zip(outputs, predicted, strict=True))
         calibrator.observe(named, taken.targets, backlog, taken.sample.endpoint)
-        errors.observe(named, taken.targets)
+        if errors is not None:
+            errors.observe(named, taken.targets)

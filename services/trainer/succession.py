@@ -25,11 +25,10 @@ from services.trainer.calibrate import Calibrator
 from services.trainer.champion import Champion
 from shared.errors import FieldError
 from shared.prediction import TARGETS
+from shared.prior import is_prior
 
 # One mad label moves a mean of 100 by no more than this / 100.
 ERROR_CAP: Final = 3.0
-# Versions of priors: made of no sample, never gone back to.
-PRIOR_PREFIX: Final = "0000000000000-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +197,7 @@ class Succession:
         self._reference = {}
 
     def _is_good(self, outgoing: Champion) -> bool:
-        if outgoing.version.startswith(PRIOR_PREFIX):
+        if is_prior(outgoing.version):
             return False
         if self._trusted:
             return True

@@ -27,7 +27,7 @@ from services.trainer.lease import Lease, LeaseLostError
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.publish import KEEP_BUNDLES, BundleStore
 from services.trainer.settings import TrainerSettings
-from services.trainer.succession import PRIOR_PREFIX, Memory
+from services.trainer.succession import Memory
 from services.trainer.views import bundle_view, report_view, version_view
 from shared.cancellation import raise_if_cancelled
 from shared.clock import Clock
@@ -35,6 +35,7 @@ from shared.errors import ContractError, LeadtimeError
 from shared.features import SCHEMA
 from shared.lifecycle import Readiness
 from shared.prediction import TARGETS
+from shared.prior import PRIOR_PREFIX, is_prior
 
 STORE: Final = "redis"
 WINDOW: Final = "window"
@@ -415,7 +416,12 @@ class Trainer:
 
     async def _publish_calibration(self) -> None:
         calibrator = self._learner.calibrator
-        if calibrator is None or calibrator.bundle_version != self._published:
+        if calibrator is None:
+            return
+        if is_prior(calibrator.bundle_version):
+            if not calibrator.samples:
+                return  # nothing was measured of the prior yet
+        elif calibrator.bundle_version != self._published:
             return
         if calibrator.samples == self._calibrated_samples:
             return
@@ -465,6 +471,7 @@ class Trainer:
             "active": self._active,
             "schema": SCHEMA.hash,
             "samples_needed": learner.cadence.needed(saved=champion is not None and champion.saved),
+            "prior": learner.prior.bundle_version if learner.prior else None,
             "bundle": bundle_view(champion, self._bundle_age_ms(), self._published) if champion else None,
             "live": {t: asdict(e) for t, e in calibrator.live().items()} if calibrator else {},
             "champion_fit": report_view(fitted) if fitted else None,

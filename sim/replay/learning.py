@@ -101,27 +101,30 @@ class Learning:
     def _publish_calibration(self, now_ms: float) -> None:
         self._calibration_due_ms = now_ms + self.options.calibration_ms
         calibrator = self._learner.calibrator
-        if calibrator is None or self._served is None or calibrator.samples == self._calibrated_samples:
+        if calibrator is None or not calibrator.samples or calibrator.samples == self._calibrated_samples:
             return
         self._sequence += 1
         calibration = self._learner.calibration(POOL, self._sequence, EPOCH_UNIX_MS + now_ms)
         if calibration is not None:
             self._calibrated_samples = calibrator.samples
-            self._compiled = CompiledCalibration(calibration, self._served.model.outputs)
+            served, prior = self._learner.champion, self._learner.prior
+            model = served.model if served is not None else prior
+            self._compiled = CompiledCalibration(calibration, model.outputs) if model is not None else None
             self.expected_output_tokens = dict(calibration.expected_output_tokens)
 
     def predict(self, prepared: Prepared) -> Prediction | None:
-        """What the router's in-process rung answers; None while there is no bundle."""
-        served = self._served
-        if served is None:
+        """What the router's own steps answer: the bundle, the physics prior while there is none, None without both."""
+        served, prior = self._served, self._learner.prior
+        model = served.model if served is not None else prior
+        if model is None:
             return None
-        model = served.model
+        compiled = self._compiled
         return calibrated(
             model.predict(prepared.rows),
             model.outputs,
             model.bundle_version,
-            Rung.IN_PROCESS,
-            self._compiled,
+            Rung.IN_PROCESS if served is not None else Rung.PRIOR,
+            compiled if compiled is not None and compiled.calibration.bundle_version == model.bundle_version else None,
             prepared.backlog_tokens,
             prepared.candidates.addresses,
         )

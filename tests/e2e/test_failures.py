@@ -2,12 +2,15 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from shared.prior import is_prior
 from tests.e2e.conftest import Running, running, servers
 from tests.servers import until
 
@@ -72,6 +75,34 @@ async def test_before_the_first_bundle_physics_answers_and_without_it_the_heuris
         assert (newest["rung"], newest["low_confidence"]) == (rung, prior != "off")
         predictions = [candidate["prediction"] for candidate in newest["candidates"]]
         assert all(predictions) is (prior != "off")
+
+
+async def ask_and_look(live: Running) -> tuple[str, str]:
+    """Send a request: the rung that decided it, and the version whose calibration the router has ("" without one)."""
+    await live.chat(f"cold {time.monotonic()}", stream=True)
+    calibration = (await live.stats())["ladder"]["own"]["calibration"]
+    return (await live.newest_decision())["rung"], calibration["bundle"] if calibration else ""
+
+
+async def prior_is_measured(live: Running) -> bool:
+    rung, version = await ask_and_look(live)
+    return rung == "prior" and is_prior(version)
+
+
+async def own_model_decides(live: Running) -> bool:
+    rung, version = await ask_and_look(live)
+    return rung == "predictor" and version != "" and not is_prior(version)
+
+
+async def test_a_cold_pool_goes_from_physics_to_measured_physics_to_its_own_model(tmp_path: Path) -> None:
+    """No decision is without a prediction: the table's, bent by the first outcomes, then the first bundle's."""
+    async for live in running(tmp_path, servers(), {"LEADTIME_TRAINER_RETRAIN_INTERVAL_MS": "1000"}):
+        assert (await ask_and_look(live))[0] == "prior"
+        await until(partial(prior_is_measured, live), "the prior's error has reached the router", poll_s=0.3)
+        await until(partial(own_model_decides, live), "the first bundle decides", timeout_s=60.0)
+        served = await live.served_by()
+        assert served["heuristic"] == 0
+        assert served["prior"] > 1
 
 
 async def test_a_killed_predictor_leaves_the_routers_own_bundle(live: Running) -> None:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from services.trainer.calibrate import CalibrationOptions, Calibrator
-from services.trainer.succession import PRIOR_PREFIX, Memory, Succession, SuccessionOptions
+from services.trainer.succession import Memory, Succession, SuccessionOptions
 from shared.errors import FieldError
+from shared.prior import PRIOR_PREFIX
 
 OPTIONS = SuccessionOptions()
 
