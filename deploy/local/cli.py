@@ -96,13 +96,13 @@ def up(
         typer.Option(metavar="URL", help="An ordinary service, http://host:port, to answer /api beside the models."),
     ] = None,
     profile: Annotated[
-        str,
+        str | None,
         typer.Option(
             envvar="LEADTIME_ROUTER_PROFILE",
-            help="The routing policy: a preset (leadtime, load-prefix, round-robin, …: services/router/scheduling) or "
-            "your own from LEADTIME_ROUTER_PROFILE_FILE.",
+            help="The routing policy: a preset (leadtime, load-prefix, round-robin, …: services/router/scheduling). "
+            "Without it that of LEADTIME_ROUTER_PROFILE_FILE, else leadtime.",
         ),
-    ] = "leadtime",
+    ] = None,
     predictors: Annotated[int, typer.Option(min=0, max=16, help="Predictor processes.")] = 1,
     routers: Annotated[
         int, typer.Option(min=1, max=16, help="Router processes, all active; they share their ledger over NATS.")

@@ -58,7 +58,8 @@ class StackConfig:
     """An ordinary service under `/api`."""
     shape: Shape = "buffered"
     """How Envoy shows bodies to the router."""
-    profile: str = "leadtime"
+    profile: str | None = "leadtime"
+    """None: that of the environment's `LEADTIME_ROUTER_PROFILE_FILE`, else the router's default."""
     predictors: int = 1
     routers: int = 1
     """All active, each an endpoint of Envoy's picker cluster; they share their ledger over NATS."""
@@ -507,8 +508,8 @@ class Stack:
                         "HTTP_PORT": ports.http,
                         "ENDPOINTS": ",".join(self.endpoints),
                         "PREDICTORS": ",".join(at.predictor_urls),
-                        "PROFILE": self.config.profile,
                         "PREFIX_SALT": salt,
+                        **({} if self.config.profile is None else {"PROFILE": self.config.profile}),
                     },
                     instance=name.removeprefix("router"),
                 ),

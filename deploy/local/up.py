@@ -33,7 +33,8 @@ class UpOptions:
     """`http://host:port[;hardware_class=…]`"""
     listen: Address
     api: Address | None
-    profile: str
+    profile: str | None
+    """None: that of `LEADTIME_ROUTER_PROFILE_FILE`, else the default."""
     predictors: int
     routers: int
     run_dir: Path
