@@ -23,6 +23,8 @@ from shared.samples import LatencySample, Rung, encode_sample
 
 POOL: Final = "default"
 EPOCH_UNIX_MS: Final = 1_800_000_000_000.0
+# Of the other size than most replayed pools: of their own it would be the simulator's very coefficients.
+PRIOR: Final = "70b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Learning:
 
     def __init__(self, options: LearningOptions | None = None) -> None:
         self.options = options or LearningOptions()
-        settings = TrainerSettings(pool=POOL)
+        settings = TrainerSettings(pool=POOL, prior=PRIOR)
         if self.options.retrain_ms is not None:
             settings = settings.model_copy(update={"retrain_interval_ms": self.options.retrain_ms})
         self._intake = Intake(POOL, remembered=settings.remembered_ids)
@@ -66,6 +68,7 @@ class Learning:
         self.expected_output_tokens: dict[str, float] = {}
         self.fits = 0
         self.refused = 0
+        self.rollbacks = 0
         self.first_bundle_ms: float | None = None
         self.fit_cpu_ms = 0.0
 
@@ -80,6 +83,9 @@ class Learning:
         if fit is not None and now_ms >= fit.ready_ms:
             self._fit = None
             self._take(run_cycle(fit.snapshot, fit.champion, self._learner.options, fit.created_unix_ms), fit, now_ms)
+        if self._learner.guard() is not None:
+            self.rollbacks += 1
+            self._serve(now_ms)
         if self._fit is None and self._learner.due(now_ms):
             snapshot, created_unix_ms = self._learner.begin(now_ms, EPOCH_UNIX_MS + now_ms)
             self._fit = _Fit(snapshot, self._learner.champion, created_unix_ms, now_ms + self.options.fit_ms)
@@ -89,12 +95,16 @@ class Learning:
     def _take(self, report: CycleReport, fit: _Fit, now_ms: float) -> None:
         self.fits += 1
         self.fit_cpu_ms += report.cpu_ms
-        if not self._learner.adopt(report, fit.snapshot):
+        if not self._learner.adopt(self._learner.permitted(report), fit.snapshot):
             self.refused += 1
             return
-        self._served = self._learner.champion
         if self.first_bundle_ms is None:
             self.first_bundle_ms = now_ms
+        self._serve(now_ms)
+
+    def _serve(self, now_ms: float) -> None:
+        """The champion and its calibration reach the routers."""
+        self._served = self._learner.champion
         self._calibrated_samples = -1
         self._publish_calibration(now_ms)
 
