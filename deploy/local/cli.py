@@ -138,6 +138,7 @@ def up(
         profile=profile,
         predictors=predictors,
         routers=routers,
+        share_ledgers=share_ledgers,
         run_dir=_run_dir("up"),
         state_dir=state.absolute(),
         environment=dict(os.environ),
@@ -217,7 +218,10 @@ def replay_command(
     ] = 4_096,
     requests: Annotated[int, typer.Option(min=100, max=1_000_000, help="At most so many of the trace.")] = 5_000,
     seed: Annotated[int, typer.Option(min=0, max=1_000_000, help="Of the arrivals and the pods' noise.")] = 1,
-    routers: Annotated[int, typer.Option(min=1, max=64, help="Routers, each with a ledger of its own.")] = 1,
+    routers: Annotated[int, typer.Option(min=1, max=64, help="Routers.")] = 1,
+    share_ledgers: Annotated[
+        bool, typer.Option(help="Whether they tell each other what they dispatch; else each has a view of its own.")
+    ] = True,
     capacity: Annotated[
         float | None, typer.Option(min=0.001, help="Requests a second at 100 % load; measured where it isn't given.")
     ] = None,

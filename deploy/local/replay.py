@@ -35,6 +35,7 @@ class ReplayCommand:
     requests: int
     seed: int
     routers: int
+    share_ledgers: bool
     capacity_per_s: float | None
     data: Path
 
@@ -70,7 +71,9 @@ def replay(command: ReplayCommand, told: Callable[[str], None]) -> dict[str, Any
     for load in command.loads:
         loaded = trace.at_rate(load * rate)
         for chosen in policies:
-            options = RunOptions(seed=command.seed, slo=command.slo, routers=command.routers)
+            options = RunOptions(
+                seed=command.seed, slo=command.slo, routers=command.routers, share_ledgers=command.share_ledgers
+            )
             began_s = time.process_time()
             result = run(loaded, pods, chosen, options)
             runs.append(

@@ -27,6 +27,8 @@ from services.router.predict.types import Prediction
 from services.router.request.inference_request import InferenceRequest, Slo
 from services.router.request.tokens import TokenEstimator
 from services.router.scheduling.decision import Decision
+from services.router.sharing.bus import GAP_S
+from services.router.sharing.share import LedgerShare
 from services.router.state.errors import NoEndpoint
 from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.prefix_index import BlockHasher
@@ -46,6 +48,8 @@ from sim.replay.trace import ReplayRequest, Trace
 _SALT: Final = b"replay"
 _BYTES_PER_TOKEN: Final = 4
 _LISTED: Final = 3
+# How often the router's own bus looks at its peers.
+_SHARE_TICK_MS: Final = 50.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class RunOptions:
     """`to_pod_ms`: from the router's decision to the pod. `flush_ms`: Envoy's access log is written so often, and
     `label_ms` later its samples are with trainer and routers. `noise`: relative deviation of a step's time.
     `first_tokens_seen`: routers see responses pass (the ledger is then exact). `max_candidates`: that a decision looks
-    at; 0: all.
+    at; 0: all. `share_ledgers`: several routers tell each other what they dispatch and scrape, `bus_ms` on its way.
     """
 
     seed: int = 0
@@ -92,6 +96,8 @@ class RunOptions:
     label_ms: float = 50.0
     noise: float = 0.04
     first_tokens_seen: bool = False
+    share_ledgers: bool = True
+    bus_ms: float = 1.0
     max_candidates: int = MAX_CANDIDATES
     learning: LearningOptions = field(default_factory=LearningOptions)
 
@@ -155,17 +161,23 @@ class _Router:
 
     def __init__(
         self,
+        name: str,
         policy: Policy,
         pods: Sequence["_Pod"],
         rng: np.random.Generator,
         on_fault: Callable[[str], None],
         max_candidates: int,
+        *,
+        shared: bool,
     ) -> None:
         config = PoolConfig(max_candidates=max_candidates)
         self.state = PoolState(config, salt=_SALT, tokens=TokenEstimator(_BYTES_PER_TOKEN))
         for pod in pods:
             code = hardware_code(pod.spec.profile.hardware_class)
             self.state.add_endpoint(pod.address, hardware_class=code, now_ms=0.0)
+        self.name = name
+        self.share = LedgerShare(name, self.state, salt=_SALT) if shared else None
+        self.flush_due = False
         self.core = DecisionCore(POOL, _LISTED, self.state, policy.pipeline(), rng, on_fault)
         self.room = WaitingRoom(self.core.pipeline.waiting_room)
         self.held: dict[Waiter, _Asked] = {}
@@ -227,8 +239,16 @@ class Cluster:
             pod.engine = JumpEngine(pod.spec.profile, pod.spec.limits, noise, self._first, self._finished)
         self._by_address = {pod.address: pod for pod in self._pods}
         self._routers = [
-            _Router(policy, self._pods, np.random.default_rng(child), self._fault, options.max_candidates)
-            for child in children[1 + len(pods) :]
+            _Router(
+                f"router-{place}",
+                policy,
+                self._pods,
+                np.random.default_rng(child),
+                self._fault,
+                options.max_candidates,
+                shared=options.share_ledgers and options.routers > 1,
+            )
+            for place, child in enumerate(children[1 + len(pods) :])
         ]
         block_tokens = pods[0].limits.block_tokens
         self._hasher = BlockHasher(
@@ -254,6 +274,9 @@ class Cluster:
             self._at(failure.at_ms, self._fail, failure)
         for router in self._routers:
             router.state.on_upstream_failure = lambda address, router=router: self._probe_soon(router, address)
+            if router.share is not None:
+                router.share.on_pending = lambda router=router: self._flush_soon(router)
+                self._at(_SHARE_TICK_MS, self._share_tick, router)
             for pod in self._pods:
                 due_ms = float(self._rng.uniform(0.0, self._scraping.idle_interval_ms))
                 self._scrape_at(router, pod, due_ms)
@@ -271,7 +294,9 @@ class Cluster:
             now_ms, _, act, what = heapq.heappop(events)
             self._now_ms = now_ms
             act(now_ms, what)
+        self._settle()
         faults = [fault for router in self._routers for fault in router.state.ledger.faults()]
+        faults += [fault for router in self._routers if router.share for fault in router.share.faults()]
         learning = self._learning
         return RunResult(
             policy=self._policy.name,
@@ -293,6 +318,45 @@ class Cluster:
 
     def _fault(self, _: str) -> None:
         self._faults += 1
+
+    # --- what routers tell each other ---------------------------------------------------------------------------
+
+    def _flush_soon(self, router: _Router) -> None:
+        if not router.flush_due:
+            router.flush_due = True
+            self._at(self._now_ms, self._share_flush, router)
+
+    def _share_flush(self, now_ms: float, router: _Router) -> None:
+        """What is pending goes out at once; what comes after it waits for the bus's gap."""
+        if router.share is None:
+            return
+        for out in router.share.flush(now_ms):
+            for other in self._routers:
+                if other is not router and out.to in {None, other.name}:
+                    self._at(now_ms + self._options.bus_ms, self._hear, (other, out.payload))
+        self._at(now_ms + GAP_S * 1e3, self._share_rested, router)
+
+    def _share_rested(self, _: float, router: _Router) -> None:
+        router.flush_due = False
+        if router.share is not None and router.share.pending:
+            self._flush_soon(router)
+
+    def _hear(self, now_ms: float, what: tuple[_Router, bytes]) -> None:
+        router, payload = what
+        if router.share is not None:
+            router.share.receive(payload, now_ms)
+
+    def _share_tick(self, now_ms: float, router: _Router) -> None:
+        if router.share is not None:
+            router.share.tick(now_ms)
+            self._at(now_ms + _SHARE_TICK_MS, self._share_tick, router)
+
+    def _settle(self) -> None:
+        """What routers still have to say of the last requests is heard."""
+        until_ms = self._now_ms + 1_000.0
+        while any(router.share for router in self._routers) and self._events[0][0] <= until_ms:
+            self._now_ms, _, act, what = heapq.heappop(self._events)
+            act(self._now_ms, what)
 
     # --- routers ------------------------------------------------------------------------------------------------
 
@@ -492,6 +556,9 @@ class Cluster:
         if router.scrape_due[pod.address] != due_ms:  # another one came before it
             return
         config = self._scraping
+        if router.share is not None and not router.share.owns(pod.address, now_ms):
+            self._scrape_at(router, pod, now_ms + config.busy_interval_ms)  # a peer asks it, and tells
+            return
         if pod.up:
             self._observe(router, pod, now_ms)
             busy = router.state.in_flight_at(pod.address) > 0
@@ -500,6 +567,8 @@ class Cluster:
             failures = router.scrape_failures.get(pod.address, 0) + 1
             router.scrape_failures[pod.address] = failures
             router.state.set_ready(pod.address, ready=False)
+            if router.share is not None:
+                router.share.probed(pod.address, now_ms, ready=False, metrics=None)
             interval_ms = min(config.busy_interval_ms * 2.0 ** min(failures - 1, 16), config.max_backoff_ms)
         self._scrape_at(router, pod, now_ms + interval_ms * float(self._rng.uniform(0.9, 1.1)))
 
@@ -509,27 +578,26 @@ class Cluster:
             return
         seen = engine.metrics(now_ms)
         router.scrape_failures.pop(pod.address, None)
-        router.state.observe_scrape(
-            pod.address,
-            EngineMetrics(
-                EngineKind.VLLM,
-                waiting_requests=seen.waiting_requests,
-                running_requests=seen.running_requests,
-                kv_cache_utilization=seen.kv_used_ratio,
-                prefix_hit_tokens=seen.prefix_hit_tokens,
-                prefix_query_tokens=seen.prefix_queried_tokens,
-                prompt_tokens=seen.prompt_tokens,
-                computed_prompt_tokens=seen.prompt_tokens - seen.cached_prompt_tokens,
-                generation_tokens=seen.generated_tokens,
-                first_tokens=engine.first_tokens,
-                preemptions=seen.preemptions,
-                process_start_s=pod.started_s,
-                kv_capacity_tokens=pod.spec.limits.num_blocks * pod.spec.limits.block_tokens,
-                block_tokens=pod.spec.limits.block_tokens,
-            ),
-            now_ms,
+        metrics = EngineMetrics(
+            EngineKind.VLLM,
+            waiting_requests=seen.waiting_requests,
+            running_requests=seen.running_requests,
+            kv_cache_utilization=seen.kv_used_ratio,
+            prefix_hit_tokens=seen.prefix_hit_tokens,
+            prefix_query_tokens=seen.prefix_queried_tokens,
+            prompt_tokens=seen.prompt_tokens,
+            computed_prompt_tokens=seen.prompt_tokens - seen.cached_prompt_tokens,
+            generation_tokens=seen.generated_tokens,
+            first_tokens=engine.first_tokens,
+            preemptions=seen.preemptions,
+            process_start_s=pod.started_s,
+            kv_capacity_tokens=pod.spec.limits.num_blocks * pod.spec.limits.block_tokens,
+            block_tokens=pod.spec.limits.block_tokens,
         )
+        router.state.observe_scrape(pod.address, metrics, now_ms)
         router.state.set_ready(pod.address, ready=True)
+        if router.share is not None:
+            router.share.probed(pod.address, now_ms, ready=True, metrics=metrics)
 
     # --- pods ---------------------------------------------------------------------------------------------------
 

@@ -66,9 +66,22 @@ def test_an_oracle_knows_a_lone_requests_time() -> None:
     assert result.outcomes.predicted_ttft_ms == pytest.approx(result.outcomes.ttft_ms, rel=1e-4)
 
 
-def test_several_routers_each_with_a_ledger_of_its_own_end_empty() -> None:
-    result = run(trace(), PODS, policy("token-load"), replace(OPTIONS, routers=3))
+@pytest.mark.parametrize("shared", [True, False])
+def test_several_routers_end_with_empty_ledgers(shared: bool) -> None:
+    result = run(trace(), PODS, policy("token-load"), replace(OPTIONS, routers=3, share_ledgers=shared))
     assert_sound(result, 300)
+    assert set(result.outcomes.outcome) == {Outcome.OK}
+
+
+def test_routers_that_share_their_ledgers_decide_nearly_as_one() -> None:
+    load = load_trace("D", 11, 300).at_rate(5.8)
+    pods = parse_hardware("h100-8b:8")
+    one, sharing, apart = (
+        float(np.quantile(run(load, pods, policy("token-load"), options).outcomes.ttft_ms, 0.9))
+        for options in (OPTIONS, replace(OPTIONS, routers=4), replace(OPTIONS, routers=4, share_ledgers=False))
+    )
+    assert sharing < 1.15 * one
+    assert apart > 1.3 * one
 
 
 @pytest.mark.parametrize("name", ["token-load", "leadtime"])
