@@ -138,7 +138,6 @@ def up(
         profile=profile,
         predictors=predictors,
         routers=routers,
-        share_ledgers=share_ledgers,
         run_dir=_run_dir("up"),
         state_dir=state.absolute(),
         environment=dict(os.environ),
@@ -256,6 +255,7 @@ def replay_command(
         requests=requests,
         seed=seed,
         routers=routers,
+        share_ledgers=share_ledgers,
         capacity_per_s=capacity,
         data=data,
     )
