@@ -182,6 +182,7 @@ class _Router:
         self.room = WaitingRoom(self.core.pipeline.waiting_room)
         self.held: dict[Waiter, _Asked] = {}
         self.look_due_ms = math.inf
+        self.woken = False
         self.scrape_due: dict[str, float] = {}
         self.scrape_failures: dict[str, int] = {}
 
@@ -461,10 +462,13 @@ class Cluster:
         return True
 
     def _look_again(self, router: _Router, at_ms: float = math.inf) -> None:
-        """Have the room looked at when it says, or at `at_ms`, or as soon as the router's task would by itself."""
+        """Have the room looked at when it says, or at `at_ms` since something may be free then, or as soon as the
+        router's task would by itself.
+        """
         due_ms = router.room.next_due_ms()
         if due_ms is None:
             return
+        router.woken |= at_ms < math.inf
         at_ms = max(min(due_ms, at_ms, self._now_ms + LOOK_EVERY_MS), self._now_ms)
         if at_ms < router.look_due_ms:
             router.look_due_ms = at_ms
@@ -474,10 +478,13 @@ class Cluster:
         if router.look_due_ms > now_ms:  # another look was made for what this one was to be
             return
         router.look_due_ms = math.inf
+        woken, router.woken = router.woken, False
         for waiter in router.room.due(now_ms):
             self._reconsider(router, waiter, is_next=False)
         seen: set[Waiter] = set()
         while len(seen) < LOOKS and (next_up := router.room.next_up(now_ms, seen)) is not None:
+            if not woken and not router.room.worth_a_look(next_up, now_ms):
+                break
             if self._reconsider(router, next_up, is_next=not seen):
                 seen.add(next_up)
         self._look_again(router)

@@ -1,14 +1,15 @@
 """The waiting room's asynchronous side: requests that are held wait here, and one task looks at whose turn it is.
 
-What may have freed an endpoint (a request's end, an outcome, a first token) wakes the task; while somebody waits it
-also looks every 20 ms, since the ledger's own timers tell nobody. Each look decides anew, with fresh state and a fresh
-prediction, and what goes is counted into the ledger before the next one is looked at. One request is looked at at a
-time, so that an endpoint's free moment isn't given to two.
+What may have freed an endpoint (a request's end, an outcome) wakes the task; while somebody waits it also looks every
+20 ms, since the ledger's own timers tell nobody, but asks for a prediction only where enough of the backlog may be
+done. Each look decides anew, with fresh state and a fresh prediction, and what goes is counted into the ledger before
+the next one is looked at. One request is looked at at a time, so that an endpoint's free moment isn't given to two.
 
 A request that can't be decided any more (no endpoint is left, a fault) leaves the room with that error.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -126,14 +127,12 @@ class Holding(Generic[Ticket, Considered, Result]):
     async def run(self) -> None:
         """Look at whose turn it is, for ever."""
         while True:
-            timeout_s = self._pause_s()
-            try:
-                async with asyncio.timeout(timeout_s):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._pause_s()):
                     await self._wake.wait()
-            except TimeoutError:
-                pass
+            woken = self._wake.is_set()
             self._wake.clear()
-            await self.look()
+            await self.look(woken=woken)
 
     def _pause_s(self) -> float | None:
         due_ms = self.room.next_due_ms()
@@ -141,8 +140,10 @@ class Holding(Generic[Ticket, Considered, Result]):
             return None
         return min(max(due_ms - self._clock.monotonic_ms(), 0.0), LOOK_EVERY_MS) / 1e3
 
-    async def look(self) -> None:
-        """Once: those whose last moment has come, then those whose turn it is."""
+    async def look(self, *, woken: bool = True) -> None:
+        """Once: those whose last moment has come, then those whose turn it is. `woken`: something may have become free;
+        else only time has gone by.
+        """
         for waiter in self.room.due(self._clock.monotonic_ms()):
             await self._reconsider(waiter, is_next=False)
         if self.room.config is None:
@@ -150,6 +151,8 @@ class Holding(Generic[Ticket, Considered, Result]):
                 await self._reconsider(waiter, is_next=True)
         seen: set[Waiter] = set()
         while len(seen) < LOOKS and (next_up := self.room.next_up(self._clock.monotonic_ms(), seen)) is not None:
+            if not woken and not self.room.worth_a_look(next_up, self._clock.monotonic_ms()):
+                return
             if await self._reconsider(next_up, is_next=not seen):
                 seen.add(next_up)
 

@@ -10,8 +10,9 @@ time, by the latest moment to start (deadline − own prefill); then the others,
 objective has `default_deadline_ms` for its place in the order, and no last moment.
 
 The caller offers a request with what is predicted for it now (`Outlook`); is told to go, to hold or to refuse; and
-comes back with a fresh outlook for `next_up` after whatever may have freed an endpoint, for those in `due`, and for
-`expired`. Bounded in number, per priority and in time; everything is counted, and `check` recounts.
+comes back with a fresh outlook for `next_up` after whatever may have freed an endpoint (and as time goes by, where that
+is `worth_a_look`), and for those in `due`. Bounded in number, per priority and in time; everything is counted, and
+`check` recounts.
 
 Refused is only what may be shed (priority below 0): others go at once where the room is full, and at their TTL.
 """
@@ -107,6 +108,7 @@ class Waiter:
     service_ms: float = 0.0
     bind_by_ms: float = math.inf
     expires_ms: float = math.inf
+    look_ms: float = -math.inf
     waiting: bool = False
     stamp: int = 0
 
@@ -266,6 +268,10 @@ class WaitingRoom:
                     return waiter
         return None
 
+    def worth_a_look(self, waiter: Waiter, now_ms: float) -> bool:
+        """Whether an endpoint may want work by now, if nothing else has happened than that time went by."""
+        return self.config is None or now_ms >= waiter.look_ms
+
     def due(self, now_ms: float) -> list[Waiter]:
         """Whose last moment or TTL has come: to be looked at once."""
         found: list[Waiter] = []
@@ -414,6 +420,8 @@ class WaitingRoom:
         sequence = next(self._sequence)
         late, key = self._rank(waiter, now_ms)
         heapq.heappush(queue.late if late else queue.feasible, (key, sequence, waiter.stamp, waiter))
+        # A backlog drains by a millisecond a millisecond, as far as is predicted; half the way is where to look again.
+        waiter.look_ms = now_ms + max((outlook.start_ms - config.enough_work_ms) / 2.0, _LEAST_STEP_MS)
         waiter.bind_by_ms = math.inf
         if config.mode == "late-binding" and outlook.in_time:
             waiter.bind_by_ms = max(_bind_by(config, waiter, outlook, now_ms), now_ms + _LEAST_STEP_MS)

@@ -179,6 +179,18 @@ async def test_when_the_room_closes_everyone_goes() -> None:
     assert [await task for task in tasks] == ["a", "b"]
 
 
+async def test_while_only_time_goes_by_no_prediction_is_asked_for_in_vain() -> None:
+    stage = Stage()
+    await stage.send("a")
+    for at_ms in (20.0, 100.0, 400.0):
+        stage.clock.now_ms = at_ms
+        await stage.holding.look(woken=False)
+    assert stage.conductor.considered == 0
+    stage.clock.now_ms = 430.0  # (1000 - 150) / 2 ms on
+    await stage.holding.look(woken=False)
+    assert stage.conductor.considered == 1
+
+
 async def test_the_task_looks_by_itself_when_woken_and_in_time() -> None:
     stage = Stage()
     run = asyncio.create_task(stage.holding.run())
@@ -186,7 +198,9 @@ async def test_the_task_looks_by_itself_when_woken_and_in_time() -> None:
     stage.conductor.start_ms = 0.0
     stage.holding.wake()
     assert await asyncio.wait_for(task, 1.0) == "a"
+    stage.conductor.start_ms = 200.0
     other = await stage.send("b")
     stage.conductor.start_ms = 0.0  # nobody says so
+    stage.clock.advance(30.0)
     assert await asyncio.wait_for(other, 1.0) == "b"
     run.cancel()

@@ -180,6 +180,16 @@ def test_skipped_heads_let_the_next_be_looked_at():
     assert held.next_up(0.0, {first, second}) is None
 
 
+def test_a_look_is_worth_it_when_half_of_the_backlog_may_be_done():
+    held, one = room(enough_work_ms=100), waiter(500.0)
+    hold(held, one, start_ms=900.0)
+    assert not held.worth_a_look(one, 399.0)
+    assert held.worth_a_look(one, 400.0)
+    held.reconsider(one, outlook(500.0), 400.0, is_next=True)
+    assert not held.worth_a_look(one, 599.0)
+    assert held.worth_a_look(one, 600.0)
+
+
 # --- bounds -----------------------------------------------------------------------------------------------------
 
 
