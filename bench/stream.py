@@ -125,7 +125,7 @@ async def measure(*, quick: bool) -> dict[str, Any]:
     """The benchmark's one JSON object. `body_us_per_kb`: what a KB more costs, between 64 KB and 5 MB; by halves beside
     it, which says whether that stays flat.
     """
-    cost = await decision_us(1.2 if quick else 6.0)
+    cost = await decision_us(1.0 if quick else 6.0)
     shapes = get_args(Shape)
     per_kb = {shape: (cost[shape, LARGE_KB] - cost[shape, 64]) / (LARGE_KB - 64) for shape in shapes}
     halves = {
