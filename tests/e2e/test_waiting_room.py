@@ -41,6 +41,9 @@ async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         "LEADTIME_ROUTER_PROFILE": "waiting",
         "LEADTIME_ROUTER_PROFILE_FILE": str(directory / "profile.yaml"),
         "LEADTIME_ROUTER_TRUST_REQUEST_HEADERS": "true",
+        # A busy machine must not take the predictions away that this is about.
+        "LEADTIME_ROUTER_PREDICT_DEADLINE_MS": "300",
+        "LEADTIME_ROUTER_DECISION_BUDGET_MS": "350",
     }
     async with running_edge(request.param, directory, servers=1, environment=environment) as edge:
         yield edge
