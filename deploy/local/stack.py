@@ -27,13 +27,16 @@ import aiohttp
 from deploy.local.binaries import Binaries, find_binaries
 from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, Shape, of_router, parse_endpoint, render
 from deploy.local.ports import LOOPBACK, Ports
-from deploy.local.processes import ChildSpec, Probe, Supervisor
+from deploy.local.processes import ChildError, ChildSpec, Probe, Supervisor
 from shared.errors import ConfigurationError
 from sim.spec import ProcessSpec
 
 TRAINER_NICE: Final = 10
 """On two cores a fit would otherwise take time slices from requests under way."""
 _PROBE_TIMEOUT_S: Final = 2.0
+_STARTS: Final = 3
+_TAKEN: Final = ("address already in use", "can't listen on")
+"""What our children say of a port that somebody else has."""
 _DRAIN_POLL_S: Final = 0.05
 _PREFIXES: Final = tuple(
     f"LEADTIME_{block}_" for block in ("ROUTER", "COLLECTOR", "TRAINER", "PREDICTOR", "NATS", "STREAM", "REDIS", "LOG")
@@ -301,8 +304,17 @@ class Stack:
         """
         self.config = config
         self._report = report
-        self._ports = Ports(rng)
+        self._rng = rng
+        self._hardware_classes = hardware_classes or {}
         self._binaries: Binaries = find_binaries()
+        self._store_dir = config.state_dir or config.run_dir / "state"
+        self._http: aiohttp.ClientSession | None = None
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Take ports, and plan the children that will have them."""
+        config = self.config
+        self._ports = Ports(self._rng)
         self.addresses = reserve_addresses(config, self._ports)
         self.simulated = (
             place_simulated(config.simulated, self.addresses.sim_control, self._ports)
@@ -310,22 +322,34 @@ class Stack:
             else None
         )
         self.endpoints = (
-            simulated_endpoints(self.simulated, hardware_classes or {}) if self.simulated else config.endpoints
+            simulated_endpoints(self.simulated, self._hardware_classes) if self.simulated else config.endpoints
         )
-        self._store_dir = config.state_dir or config.run_dir / "state"
         self.supervisor = Supervisor(
             config.run_dir, {**config.environment, **common_environment(self.addresses, config.pool)}
         )
         self._children: dict[str, tuple[ChildSpec, Probe]] = {}
-        self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        """Start all; on failure or cancellation whatever was started is stopped before the error goes on."""
-        try:
-            await self._start()
-        except BaseException:
-            await self._stop()
-            raise
+        """Start all; on failure or cancellation whatever was started is stopped before the error goes on.
+
+        A port may be lost between its release here and its child's grasp, to anybody: then all is started anew, on
+        other ports.
+        """
+        for attempt in range(1, _STARTS + 1):
+            try:
+                await self._start()
+            except ChildError as error:
+                await self._stop()
+                said = error.log_tail.lower()
+                if attempt == _STARTS or not any(words in said for words in _TAKEN):
+                    raise
+                self._report(f"{error.name}: its port was taken meanwhile; starting anew")
+                self._reserve()
+            except BaseException:
+                await self._stop()
+                raise
+            else:
+                break
         return self
 
     async def __aexit__(
