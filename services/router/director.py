@@ -65,6 +65,7 @@ class DirectorOptions:
     listed_endpoints: int
     decision_budget_ms: float
     parsing: ParseConfig
+    trust_by_profile: bool = False
     aliases: ModelAliases = field(default_factory=lambda: ModelAliases({}))
     forward_control_headers: bool = False
     restored_routes: tuple[str, ...] = ()
@@ -118,6 +119,7 @@ class Director:
         self._clock = clock
         self._rng = rng
         self._log = structlog.get_logger()
+        self._trust(pipeline)
         self._core = DecisionCore(options.pool, options.listed_endpoints, state, pipeline, rng, self._fault)
         self.decisions = DecisionLog()
         self.ttft_error = PredictionError()
@@ -133,7 +135,13 @@ class Director:
     def use_pipeline(self, pipeline: Pipeline) -> None:
         """Decide by this one from the next request on."""
         self._core.pipeline = pipeline
+        self._trust(pipeline)
         self.holding.configure(pipeline.waiting_room)
+
+    def _trust(self, pipeline: Pipeline) -> None:
+        if self._options.trust_by_profile:
+            parsing = replace(self._options.parsing, trust_request_headers=pipeline.trusts_headers)
+            self._options = replace(self._options, parsing=parsing)
 
     def let_all_go(self) -> None:
         """Hold nobody any more: the router is about to stop."""

@@ -111,10 +111,11 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
                 listed_endpoints=settings.listed_endpoints,
                 decision_budget_ms=settings.decision_budget_ms,
                 parsing=ParseConfig(
-                    trust_request_headers=settings.trust_request_headers,
+                    trust_request_headers=bool(settings.trust_request_headers),
                     objectives=policies.objectives,
                     max_body_bytes=settings.max_body_bytes,
                 ),
+                trust_by_profile=settings.trust_request_headers is None,
                 aliases=aliases,
                 forward_control_headers=settings.forward_control_headers,
                 restored_routes=parse_routes(settings.restored_routes),

@@ -80,8 +80,8 @@ class RouterSettings(ServiceSettings):
     """Larger requests get a 413. Envoy's buffer limit is rendered from it."""
     listed_endpoints: Annotated[int, Field(ge=1, le=8)] = 3
     """How many endpoints an answer lists, best first."""
-    trust_request_headers: bool = False
-    """Whether clients' priority, objective and fairness headers are believed."""
+    trust_request_headers: bool | None = None
+    """Whether clients' priority, objective and fairness headers are believed; unset: as the profile in force says."""
     objectives: dict[str, Any] = Field(default_factory=dict)
     """JSON: objective name → priority, or {priority, ttft_slo_ms, tpot_slo_ms}, for trusted requests that name one."""
     model_objectives: dict[str, Any] = Field(default_factory=dict)

@@ -319,6 +319,7 @@ class _Reader:
             fallback="composite" if predicted else None,
             producer=next(iter(chosen[Kind.PRODUCER]), None),
             admitters=tuple(chosen[Kind.ADMITTER]),
+            trust_request_headers=True,
         )
 
     def _default(self, kind: Kind, name: str) -> Choice:

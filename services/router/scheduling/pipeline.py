@@ -58,7 +58,17 @@ class WeightedScorer:
 class Pipeline:
     """One profile, ready to run. Cheap to build; its only state is what its picker counts."""
 
-    __slots__ = ("_admitters", "_fallback", "_filters", "_picker", "_producer", "_scorers", "profile", "waiting_room")
+    __slots__ = (
+        "_admitters",
+        "_fallback",
+        "_filters",
+        "_picker",
+        "_producer",
+        "_scorers",
+        "profile",
+        "trusts_headers",
+        "waiting_room",
+    )
 
     def __init__(
         self,
@@ -71,9 +81,14 @@ class Pipeline:
         producer: Producer | None = None,
         admitters: tuple[Admitter, ...] = (),
         waiting_room: WaitingRoomConfig | None = None,
+        trusts_headers: bool = False,
     ) -> None:
-        """Without a `producer` the prediction is used as it comes. `waiting_room`: how requests are held, or None."""
+        """Without a `producer` the prediction is used as it comes. `waiting_room`: how requests are held, or None.
+
+        `trusts_headers`: whether clients' priority, objective and fairness headers count where nothing else is set.
+        """
         self.profile = profile
+        self.trusts_headers = trusts_headers
         self.waiting_room = waiting_room
         self._producer = producer
         self._admitters = admitters

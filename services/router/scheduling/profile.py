@@ -49,6 +49,7 @@ class Profile:
     producer: Choice | None = None
     admitters: tuple[Choice, ...] = ()
     waiting_room: WaitingRoomConfig | None = None
+    trust_request_headers: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The whole profile with every value that holds, defaults too, as it could be written."""
@@ -60,6 +61,7 @@ class Profile:
             "filters": [choice.as_dict() for choice in self.filters],
             "scorers": [{**choice.as_dict(), "weight": choice.weight} for choice in self.scorers],
             "picker": self.picker.as_dict(),
+            "trust_request_headers": self.trust_request_headers,
             "waiting_room": None if self.waiting_room is None else self.waiting_room.model_dump(),
             "fallback": self.fallback,
         }
@@ -83,6 +85,7 @@ class _ProfileDocument(StrictConfig):
     scorers: list[_ScorerDocument] = Field(default_factory=list)
     picker: _PluginDocument
     waiting_room: WaitingRoomConfig | None = None
+    trust_request_headers: bool = False
     fallback: str | None = None
 
 
@@ -117,6 +120,7 @@ def parse_profile(text: str, source: str, registry: Registry) -> Profile:
         producer=None if parsed.producer is None else _choice(Kind.PRODUCER, parsed.producer, where, registry),
         admitters=tuple(_choice(Kind.ADMITTER, admitter, where, registry) for admitter in parsed.admitters),
         waiting_room=parsed.waiting_room,
+        trust_request_headers=parsed.trust_request_headers,
     )
 
 
@@ -172,6 +176,7 @@ class Profiles:
             producer=None if profile.producer is None else profile.producer.build(),
             admitters=tuple(choice.build() for choice in profile.admitters),
             waiting_room=profile.waiting_room,
+            trusts_headers=profile.trust_request_headers,
         )
 
 

@@ -461,3 +461,18 @@ async def test_a_sheddable_request_is_told_when_to_come_back_and_leaves_no_trace
     assert 1 <= int(shed.headers()["retry-after"]) <= 600
     assert director._state.in_flight == len(ADDRESSES)
     await routed(director, head(x_leadtime_priority="0", x_slo_ttft_ms="10"))
+
+
+async def test_a_profile_may_say_which_headers_are_believed() -> None:
+    director = make(FakeLadder([1.0, 2.0, 3.0]), trust_by_profile=True)
+
+    async def priority() -> int:
+        metadata = (await routed(director, head(x_leadtime_priority="7"))).metadata
+        assert metadata is not None
+        return decode_decision(metadata).priority
+
+    assert await priority() == 0
+    director.use_pipeline(PROFILES.pipeline("predicted-latency"))
+    assert await priority() == 7
+    director.use_pipeline(PROFILES.pipeline("token-load"))
+    assert await priority() == 0
