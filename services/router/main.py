@@ -238,9 +238,14 @@ def _kv_events(
     settings: RouterSettings, state: PoolState, clock: Clock, registry: CollectorRegistry
 ) -> list[Coroutine[Any, Any, None]]:
     """The listener for what servers say of their KV caches, where one is asked for."""
-    if settings.kv_events is None:
+    if settings.kv_events is None and settings.kv_events_port is None:
         return []
-    listener = KvListener(state, clock, registry, KvListenerConfig(settings.kv_events, settings.kv_events_replay_port))
+    listener = KvListener(
+        state,
+        clock,
+        registry,
+        KvListenerConfig(settings.kv_events, settings.kv_events_replay_port, settings.kv_events_port),
+    )
     listener.start()
     return [listener.run()]
 

@@ -113,6 +113,9 @@ class RouterSettings(ServiceSettings):
     """Where that file is put aside (`.1`) for a new one; two are kept."""
     kv_events: str | None = None
     """ZMQ address on which servers may tell of their KV caches (`tcp://127.0.0.1:5557`): they connect, we bind."""
+    kv_events_port: Port | None = None
+    """Port on which servers publish that themselves (vLLM's `tcp://*:5557`): the router calls on each endpoint there.
+    """
     kv_events_replay_port: Port | None = None
     """Port of the servers where missed events can be asked for; without it a gap makes what they said void."""
     kv_events_open: bool = False

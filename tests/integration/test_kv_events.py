@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
 from services.router.request.inference_request import InferenceRequest
@@ -25,7 +27,7 @@ A, B = "127.0.0.1:8001", "127.0.0.1:8002"
 
 
 class Listening:
-    def __init__(self, replay_port: int | None) -> None:
+    def __init__(self, replay_port: int | None, port: int | None = None) -> None:
         self.clock = SystemClock()
         self.state = PoolState(PoolConfig(prefix_block_bytes=16), salt=b"s" * 16, tokens=TokenEstimator())
         for address in (A, B):
@@ -33,9 +35,8 @@ class Listening:
             self.state.set_models(address, frozenset({"m"}))
             self.state.set_ready(address, ready=True)
         self.registry = CollectorRegistry()
-        self.listener = KvListener(
-            self.state, self.clock, self.registry, KvListenerConfig("tcp://127.0.0.1:*", replay_port)
-        )
+        bind = None if port else "tcp://127.0.0.1:*"
+        self.listener = KvListener(self.state, self.clock, self.registry, KvListenerConfig(bind, replay_port, port))
         self.address = self.listener.start()
 
     def batches(self, result: str) -> float:
@@ -223,6 +224,30 @@ async def test_what_a_real_vllm_sent_is_taken_in(listening: Listening) -> None:
             await publisher.send(*payload[1])
         await listening.heard("ok", len(RECORDED))
         assert listening.blocks == 6
+
+
+async def test_servers_that_publish_themselves_are_called_on_by_every_router() -> None:
+    port = free_port()
+    context = zmq.asyncio.Context()
+    publishing = context.socket(zmq.PUB)
+    publishing.bind(f"tcp://127.0.0.1:{port}")
+    publisher = KvPublisher(f"kv@{A}@m", context, publishing)
+    routers = [Listening(None, port), Listening(None, port)]
+    assert [router.address for router in routers] == ["", ""]
+    tasks = [asyncio.create_task(router.listener.run()) for router in routers]
+
+    async def both_hear() -> bool:
+        publisher.restart()
+        await publisher.send(stored(1, 3))
+        return all(router.blocks == 3 for router in routers)
+
+    try:
+        await until(both_hear, "both routers know the cache", poll_s=0.05)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        context.destroy(linger=0)
 
 
 def test_an_address_that_can_not_be_bound_stops_the_start() -> None:

@@ -1,4 +1,5 @@
-"""KV-cache events over ZMQ: servers connect here and publish, and the prefix index is corrected. Edge.
+"""KV-cache events over ZMQ: servers connect here, or are called on where they publish; the prefix index is corrected.
+Edge.
 
 A message has three frames: topic, sequence number (8 bytes, big-endian) and payload. The topic says whose it is:
 `kv@ADDRESS` or `kv@ADDRESS@MODEL` with the endpoint's `ip:port`, or its `ip` where one endpoint alone has it.
@@ -28,6 +29,7 @@ from shared.errors import ConfigurationError, FieldError
 
 _HIGH_WATER: Final = 20_000
 """Messages kept for us; a publisher makes some hundred a second."""
+_CALL_EVERY_S: Final = 1.0
 _BURST: Final = 64
 """Messages taken before others have their turn on the event loop."""
 _SEQUENCE_BYTES: Final = 8
@@ -40,10 +42,13 @@ _RESULTS: Final = ("ok", "malformed", "unknown_endpoint", "repeated", "gap", "re
 
 @dataclass(frozen=True, slots=True)
 class KvListenerConfig:
-    """`bind`: a ZMQ address (`tcp://127.0.0.1:5557`). `replay_port`: of the servers, None where they have none."""
+    """`bind`: a ZMQ address (`tcp://127.0.0.1:5557`) that servers connect to. `port`: of the servers, where they
+    publish themselves. `replay_port`: of the servers, None where they have none. `bind` or `port`, or both.
+    """
 
-    bind: str
+    bind: str | None = None
     replay_port: int | None = None
+    port: int | None = None
 
 
 class KvListener:
@@ -67,13 +72,19 @@ class KvListener:
         for result in _RESULTS:
             self._batches.labels(result)
         self._told: set[str] = set()
+        self._connected: set[str] = set()
 
     def start(self) -> str:
-        """Bind; returns the address that holds (a port of 0 or `*` takes a free one). Raises ConfigurationError."""
+        """Listen; returns the address that holds (a port of 0 or `*` takes a free one), "" where servers are called
+        alone. Raises ConfigurationError.
+        """
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        self._socket.setsockopt(zmq.IPV6, 1)
+        if self._config.bind is None:
+            return ""
         try:
             self._socket.bind(self._config.bind)
         except zmq.ZMQError as error:
@@ -82,14 +93,30 @@ class KvListener:
         return bound.decode()
 
     async def run(self) -> None:
-        """Read for ever."""
+        """Read for ever, and call on servers as endpoints come and go."""
+        calling = asyncio.create_task(self._call()) if self._config.port is not None else None
         try:
             while True:
                 for _ in range(_BURST):
                     await self._take(await self._socket.recv_multipart())
                 await asyncio.sleep(0)
         finally:
+            if calling is not None:
+                calling.cancel()
             self.close()
+
+    async def _call(self) -> None:
+        while True:
+            wanted = {
+                f"tcp://{endpoint.address.rpartition(':')[0]}:{self._config.port}" for endpoint in self._state.table
+            }
+            for address in wanted - self._connected:
+                self._socket.connect(address)
+            for address in self._connected - wanted:
+                with contextlib.suppress(zmq.ZMQError):
+                    self._socket.disconnect(address)
+            self._connected = wanted
+            await asyncio.sleep(_CALL_EVERY_S)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
