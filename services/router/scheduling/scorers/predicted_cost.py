@@ -54,7 +54,7 @@ _DENSITY_AT_0: Final = np.float32(1.0 / math.sqrt(2.0 * math.pi))
 class PredictedCostConfig(StrictConfig):
     """Prices of what a request does to others, and of a missed objective."""
 
-    stall_weight: Annotated[float, Field(ge=0, le=10)] = 0.1
+    stall_weight: Annotated[float, Field(ge=0, le=10)] = 0.2
     """α: ms of cost per ms that our prefill holds up each request there. More favours decode over TTFT's tail."""
     decode_weight: Annotated[float, Field(ge=0, le=10)] = 0.02
     """γ: ms of cost per ms that our decode adds to others' answers."""
