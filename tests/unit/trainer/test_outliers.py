@@ -13,6 +13,7 @@ from services.trainer.intake import Intake, Reject, Taken
 from services.trainer.outliers import LOG_LIMIT, NEWEST_ROWS, believed, false_labels
 from services.trainer.train import FitOptions, fit
 from services.trainer.window import SampleWindow
+from shared.prediction import TARGETS
 from shared.samples import LatencySample, encode_sample
 from tests.unit.trainer.snapshots import line_snapshot, prompts, snapshot_of
 
@@ -84,14 +85,14 @@ def test_a_tenth_of_labels_times_a_hundred_leaves_the_line_where_it_was(count):
     assert predicted == pytest.approx([30.0, 120.0], rel=0.3 if count < 100 else 0.1)
 
 
-def poisoned(samples: list[LatencySample], seed: int) -> list[bytes]:
-    """Each tenth message lies: labels ×100, negative, not a number, or a stamp from the far future."""
+def poisoned(samples: list[LatencySample], seed: int, kinds: tuple[int, ...] = (0, 1, 2, 3)) -> list[bytes]:
+    """Each tenth message lies: labels ×100 (0), negative (1), not a number (2), or a stamp from the far future (3)."""
     rng = np.random.default_rng(seed)
     messages = []
     for sample in samples:
         data = encode_sample(sample)
         if rng.random() < 0.1:
-            kind = rng.integers(4)
+            kind = rng.choice(kinds)
             if kind == 0:
                 factors = {name: getattr(sample, name) for name in ("ttft_ms", "tpot_ms", "e2e_ms")}
                 changed = {name: 100.0 * value for name, value in factors.items() if value is not None}
@@ -118,30 +119,31 @@ def trained(messages: list[bytes], now_unix_ms: float):
     return fit(window.snapshot(), OPTIONS), reasons
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_poisoned_stream_moves_the_models_error_by_a_tenth_at_most(seed):
-    """Same requests, a tenth of them false in four ways: error on clean rows that neither model saw."""
-    observed = observe(6_000, seed=seed)
-    samples = as_samples(observed)
-    now = max(sample.completed_unix_ms for sample in samples)
-    clean, none = trained([encode_sample(sample) for sample in samples[:4_500]], now)
-    dirty, reasons = trained(poisoned(samples[:4_500], seed), now)
-    assert none == []
-    assert set(reasons) == {Reject.MALFORMED, Reject.CLOCK}
-    assert min(dirty.disbelieved[target] for target in ("ttft", "tpot", "e2e")) > 50
-    rows = observed.rows[4_500:]
-    for target in ("ttft", "tpot", "e2e"):
-        actual = getattr(observed, f"{target}_ms")[4_500:]
-        known = np.isfinite(actual)
-
-        def error(model, target=target, actual=actual, known=known):
-            predicted = model.predict(rows)[:, model.outputs.index(f"{target}_p50")]
-            return np.abs(predicted[known] / actual[known] - 1).mean()
-
-        assert error(dirty) <= 1.1 * error(clean)
-        upper = [model.predict(rows)[:, model.outputs.index(f"{target}_p90")] for model in (clean, dirty)]
-        covered = [(actual[known] <= values[known]).mean() for values in upper]
-        assert abs(covered[1] - covered[0]) < 0.03
+@pytest.mark.parametrize("kinds", [(0, 1, 2, 3), (0,)], ids=["four ways", "all x100"])
+def test_a_poisoned_stream_moves_the_models_error_by_a_tenth_at_most(kinds):
+    """Same requests, a tenth of them false: error on clean rows that neither model saw, mean of three streams."""
+    errors = {(target, name): [] for target in TARGETS for name in ("clean", "dirty")}
+    covered = {key: [] for key in errors}
+    for seed in (1, 2, 3):
+        observed = observe(5_000, seed=seed)
+        samples = as_samples(observed)
+        now = max(sample.completed_unix_ms for sample in samples)
+        clean, none = trained([encode_sample(sample) for sample in samples[:3_500]], now)
+        dirty, reasons = trained(poisoned(samples[:3_500], seed, kinds), now)
+        assert none == []
+        assert set(reasons) == ({Reject.MALFORMED, Reject.CLOCK} if len(kinds) > 1 else set())
+        for target in TARGETS:
+            assert dirty.disbelieved[target] > 40
+            actual = getattr(observed, f"{target}_ms")[3_500:]
+            known = np.isfinite(actual)
+            for name, model in (("clean", clean), ("dirty", dirty)):
+                predicted = model.predict(observed.rows[3_500:][known])
+                median, upper = (predicted[:, model.outputs.index(f"{target}_{q}")] for q in ("p50", "p90"))
+                errors[target, name].append(np.abs(median / actual[known] - 1).mean())
+                covered[target, name].append((actual[known] <= upper).mean())
+    for target in TARGETS:
+        assert np.mean(errors[target, "dirty"]) <= 1.1 * np.mean(errors[target, "clean"])
+        assert abs(np.mean(covered[target, "dirty"]) - np.mean(covered[target, "clean"])) < 0.05
 
 
 def test_ignoring_false_labels_costs_honest_rows_nothing():
