@@ -6,6 +6,8 @@
 #   make test    every test          make check   format, lint, types, imports, unit tests
 #   make test-tensor   the tensor rendering with Hummingbird and PyTorch, in .venv/tensor
 #   make fuzz    200,000 raw ext-proc streams, some minutes   CASES=…
+#   make chaos   parts die, freeze and restart under load; a table of what that cost   SHORT=1 JSON=file
+#   make soak    200,000 requests through router and collector: does anything grow?   N=… JSON=file
 #   make bench   every benchmark, short, as JSON       make bench-full   the replay's every cell, resumable
 #   make lock    write requirements/*.lock anew
 
@@ -22,7 +24,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-tensor check fuzz lock bench bench-full clean
+.PHONY: help setup demo up chaos soak test test-tensor check fuzz lock bench bench-full clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,2\}//p' Makefile
@@ -48,6 +50,13 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit
+
+chaos: $(VENV)/.local
+	@$(BIN)/python -m deploy.local.chaos $(if $(SHORT),--short) $(if $(JSON),--json $(JSON))
+
+N ?= 200000
+soak: $(VENV)/.local
+	@$(BIN)/python -m bench.soak --requests $(N) $(if $(JSON),--json $(JSON))
 
 CASES ?= 200000
 fuzz: $(VENV)/.dev

@@ -73,6 +73,33 @@ def bench_sharing(result: Mapping[str, Any]) -> list[str]:
     return faults
 
 
+def bench_soak(result: Mapping[str, Any]) -> list[str]:
+    """Faults of `bench/soak.py`'s result: every part has counted every request."""
+    faults = [] if result["balanced"] is True else [f"not balanced: {result['requests']} requests, {result['balance']}"]
+    if result["ledger_faults"] != 0:
+        faults.append(f"ledger_faults is {result['ledger_faults']}, not 0")
+    return faults
+
+
+def chaos(result: Mapping[str, Any]) -> list[str]:
+    """Faults of the chaos suite's result: what it says broke, and keys that aren't there."""
+    keys = ("requests", "failed_by_leadtime", "samples_acknowledged", "samples_lost", "samples_doubled")
+    faults = [
+        f"{fault['fault']}: {key} is no number"
+        for fault in result["faults"]
+        for key in keys
+        if not is_number(fault[key])
+    ]
+    faults += [
+        f"{fault['fault']}: ledger_settle_s is no number"
+        for fault in result["faults"]
+        if not is_number(fault["ledger_settle_s"])
+    ]
+    if len(result["faults"]) < 15:
+        faults.append(f"only {len(result['faults'])} faults were played")
+    return [*faults, *result["broken"]]
+
+
 def bench_stream(result: Mapping[str, Any]) -> list[str]:
     """Faults of `bench/stream.py`'s result."""
     figures = {
@@ -177,9 +204,11 @@ def bench_scale(result: Mapping[str, Any]) -> list[str]:
 
 CHECKS = {
     "demo": demo,
+    "chaos": chaos,
     "bench/router": bench_router,
     "bench/predictor": bench_predictor,
     "bench/sharing": bench_sharing,
+    "bench/soak": bench_soak,
     "bench/stream": bench_stream,
     "bench/replay": bench_replay,
     "bench/model": bench_model,

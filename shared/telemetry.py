@@ -1,12 +1,15 @@
 """The log format and the metric conventions of every service.
 
 Logs are one JSON object a line on standard output: constant event text plus fields, never a prompt, a token or a
-secret. Metrics are `leadtime_<service>_<what>_<unit>` in Prometheus' base units: milliseconds become seconds here.
+secret. A line that can't be written (a full disk) is lost and nothing else: its callers include reconnecting clients,
+whom an error of the log would end. Metrics are `leadtime_<service>_<what>_<unit>` in Prometheus' base units:
+milliseconds become seconds here.
 """
 
+import contextlib
 import logging
 import sys
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import orjson
 import structlog
@@ -26,9 +29,26 @@ def seconds(ms: float) -> float:
     return ms / 1e3
 
 
+class _Output:
+    """Standard output, as far as it takes anything."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            return self._stream.write(text)
+        return 0
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
 def configure_logging(service: str, settings: TelemetrySettings) -> None:
     """Send structlog and the standard library's loggers to standard output in one format."""
     level = logging.getLevelNamesMapping()[settings.level.upper()]
+    output: Any = _Output(sys.stdout)
     common: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -43,11 +63,11 @@ def configure_logging(service: str, settings: TelemetrySettings) -> None:
     structlog.configure(
         processors=[*common, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stdout),
+        logger_factory=structlog.PrintLoggerFactory(output),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
-    handler = logging.StreamHandler(sys.stdout)
+    handler = logging.StreamHandler(output)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -71,6 +71,8 @@ class StackConfig:
     """Where samples and bundles outlive the stack; None: in the run directory, removed at the end."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment of every child, under what the stack itself sets."""
+    overrides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Environment of single children by their name, over everything else."""
     drain_s: float = 0.0
     """How long requests under way may go on at the stop, while no new connection is taken."""
 
@@ -393,6 +395,7 @@ class Stack:
         stores = self._stores()
         services = self._services()
         envoy = self._envoy()
+        stores, services, (envoy,) = (self._overridden(each) for each in (stores, services, (envoy,)))
         self._children = {spec.name: (spec, probe) for spec, probe in (*stores, *services, envoy)}
         own = [spec.environment for spec, _ in self._children.values()]
         for variable in overridden(self.config.environment, common_environment(self.addresses, self.config.pool), *own):
@@ -403,6 +406,13 @@ class Stack:
         await self._start_children(*services)
         self._report("starting Envoy")
         await self._start_children(envoy)
+
+    def _overridden(self, children: tuple[tuple[ChildSpec, Probe], ...]) -> tuple[tuple[ChildSpec, Probe], ...]:
+        own = self.config.overrides
+        return tuple(
+            (replace(spec, environment={**spec.environment, **own.get(spec.name, {})}), probe)
+            for spec, probe in children
+        )
 
     async def _start_children(self, *children: tuple[ChildSpec, Probe]) -> None:
         for spec, _ in children:

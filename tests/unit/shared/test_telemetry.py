@@ -1,5 +1,7 @@
 """The log format of structlog and of the standard library, levels, and milliseconds that become seconds."""
 
+import errno
+import io
 import json
 import logging
 from collections.abc import Iterator
@@ -98,3 +100,17 @@ def test_milliseconds_become_seconds_once():
 @pytest.mark.parametrize("buckets", [ANSWER_BUCKETS_S, STEP_BUCKETS_S])
 def test_buckets_rise(buckets):
     assert list(buckets) == sorted(set(buckets))
+
+
+def test_a_full_disk_loses_the_line_and_nothing_else(monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def flush(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sys.stdout", Full())
+    configure_logging("router", TelemetrySettings())
+    structlog.get_logger().warning("said into a full disk")
+    logging.getLogger("uvicorn.error").warning("and this too")

@@ -1,0 +1,46 @@
+"""`python -m deploy.local.chaos [--short] [--json FILE] [--only TEXT]`: play the faults, print the table, judge it.
+
+Exit status: 0 all held, 1 something didn't.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from deploy.local.chaos.report import failures, table
+from deploy.local.chaos.suite import run_chaos
+from deploy.local.run_dir import new_run_dir
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="deploy.local.chaos", description=__doc__)
+    parser.add_argument("--short", action="store_true", help="fewer faults, shorter: under four minutes")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--only", help="only faults whose name holds this text")
+    options = parser.parse_args(arguments)
+    run_dir = new_run_dir(Path.cwd(), "chaos", time.strftime("%Y%m%d-%H%M%S"), os.getpid())
+
+    def say(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    result = asyncio.run(
+        run_chaos(run_dir, short=options.short, only=options.only, say=say, rng=random.Random())  # noqa: S311 - ports
+    )
+    result["broken"] = failures(result)
+    sys.stdout.write(table(result["faults"]) + "\n")
+    sys.stdout.write(f"samples: {json.dumps(result['samples'])}; {result['seconds']} s; logs: {run_dir}\n")
+    for broken in result["broken"]:
+        sys.stdout.write(f"broken: {broken}\n")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if result["broken"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
