@@ -107,31 +107,31 @@ def trainer_durable(pool: str) -> str:
     return f"leadtime-trainer-{pool}"
 
 
-# Redis
+# Redis. The pool stands in braces, so that a cluster keeps all keys of a pool in one slot: scripts use several at once.
 BUNDLES_CHANNEL: Final = "leadtime:bundles"
 CALIBRATIONS_CHANNEL: Final = "leadtime:calibrations"
 
 
 def bundle_key(pool: str, schema_hash: str, version: str) -> str:
     """Key of one immutable sealed bundle."""
-    return f"leadtime:bundle:{pool}:{schema_hash}:{version}"
+    return f"leadtime:bundle:{{{pool}}}:{schema_hash}:{version}"
 
 
 def bundle_pointer_key(pool: str, schema_hash: str) -> str:
     """Key that holds the version to serve. Switched last, so a reader sees the old or the new bundle, never a mix."""
-    return f"leadtime:bundle:{pool}:{schema_hash}:current"
+    return f"leadtime:bundle:{{{pool}}}:{schema_hash}:current"
 
 
 def succession_key(pool: str, schema_hash: str) -> str:
     """Key of the trainer's memory beside the bundles: pin and last good version. Sealed as they are."""
-    return f"leadtime:succession:{pool}:{schema_hash}"
+    return f"leadtime:succession:{{{pool}}}:{schema_hash}"
 
 
 def calibration_key(pool: str) -> str:
     """Key of the sealed calibration, republished every second."""
-    return f"leadtime:calibration:{pool}"
+    return f"leadtime:calibration:{{{pool}}}"
 
 
 def trainer_lease_key(pool: str) -> str:
     """Key whose holder is the active trainer."""
-    return f"leadtime:lease:trainer:{pool}"
+    return f"leadtime:lease:trainer:{{{pool}}}"

@@ -10,6 +10,8 @@ import os
 import re
 import ssl
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
@@ -38,6 +40,77 @@ class _Block(BaseSettings):
 
 _NATS_SCHEMES: Final = frozenset({"nats", "tls", "ws", "wss"})
 _REDIS_SCHEMES: Final = frozenset({"redis", "rediss", "unix"})
+_REDIS_FORMS: Final = (
+    "redis://host:port, rediss://host:port, unix://path, redis+sentinel://host:port,host:port/master or "
+    "redis+cluster://host:port,host:port"
+)
+_REDIS_PORT: Final = 6379
+_SENTINEL_PORT: Final = 26379
+
+
+class RedisKind(StrEnum):
+    """What stands behind a Redis URL."""
+
+    SERVER = "server"
+    SOCKET = "socket"
+    SENTINEL = "sentinel"
+    CLUSTER = "cluster"
+
+
+@dataclass(frozen=True, slots=True)
+class RedisTarget:
+    """A Redis URL, read. `master`: the name by which sentinels know it; `database`: of a sentinel's master."""
+
+    kind: RedisKind
+    nodes: tuple[tuple[str, int], ...]
+    tls: bool
+    master: str = ""
+    database: int = 0
+
+
+def redis_target(url: str) -> RedisTarget:
+    """Read a Redis URL; ValueError says what is wrong, without its text (it may hold a password)."""
+    scheme, _, rest = url.partition("://")
+    secure, plus, kind = scheme.partition("+")
+    if not plus:
+        fault = _url_fault(url, _REDIS_SCHEMES)
+        if fault:
+            raise ValueError(fault)
+        parts = urlsplit(url)
+        if scheme == "unix":
+            return RedisTarget(RedisKind.SOCKET, (("localhost", 0),), tls=False)
+        node = (parts.hostname or "", parts.port or _REDIS_PORT)
+        return RedisTarget(RedisKind.SERVER, (node,), tls=scheme == "rediss")
+    if secure not in {"redis", "rediss"} or kind not in {RedisKind.SENTINEL, RedisKind.CLUSTER}:
+        raise ValueError(f"the scheme '{scheme[:24]}'")
+    hosts, _, path = rest.partition("/")
+    if "@" in hosts:
+        raise ValueError("a user or password; they have settings of their own")
+    port = _SENTINEL_PORT if kind == RedisKind.SENTINEL else _REDIS_PORT
+    nodes = tuple(_node(host.strip(), port) for host in hosts.split(",") if host.strip())
+    if not nodes:
+        raise ValueError("no host")
+    if kind == RedisKind.CLUSTER:
+        if path.strip("/") not in {"", "0"}:
+            raise ValueError("a database; a cluster has only 0")
+        return RedisTarget(RedisKind.CLUSTER, nodes, tls=secure == "rediss")
+    master, _, database = path.strip("/").partition("/")
+    if not master:
+        raise ValueError("no name of the master")
+    if database and not database.isdigit():
+        raise ValueError("a database that is no number")
+    return RedisTarget(RedisKind.SENTINEL, nodes, secure == "rediss", master, int(database or 0))
+
+
+def _node(text: str, usual_port: int) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    try:
+        port = parts.port
+    except ValueError:
+        raise ValueError("a host or a port that can't be one") from None
+    if not parts.hostname or port == 0:
+        raise ValueError("no host" if not parts.hostname else "port 0")
+    return parts.hostname, port or usual_port
 
 
 def _url_fault(url: str, schemes: Collection[str]) -> str | None:
@@ -157,10 +230,17 @@ class RedisSettings(_Block):
     model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix="LEADTIME_REDIS_")
 
     url: str = "redis://127.0.0.1:6379/0"
-    """`redis://`, `rediss://` (TLS) or `unix://`."""
+    """`redis://`, `unix://`, `redis+sentinel://host:port,host:port/master/0` or `redis+cluster://host:port,host:port`;
+    `rediss…` asks for TLS.
+    """
     username: str | None = None
     password: SecretStr | None = None
+    sentinel_username: str | None = None
+    """Of the sentinels themselves, where they ask for one."""
+    sentinel_password: SecretStr | None = None
     tls_ca_file: FilePath | None = None
+    tls_cert_file: FilePath | None = None
+    tls_key_file: FilePath | None = None
     signing_key: SecretStr | None = None
     """HMAC key of bundles and calibrations, at least 16 characters; needed unless Redis is on loopback or a socket."""
 
@@ -173,14 +253,17 @@ class RedisSettings(_Block):
 
     @model_validator(mode="after")
     def _signed_beyond_loopback(self) -> Self:
-        fault = _url_fault(self.url, _REDIS_SCHEMES)
-        if fault:
-            raise ValueError(f"url has {fault}; allowed: redis://host:port, rediss://host:port or unix://path")
-        parts = urlsplit(self.url)
-        local = parts.scheme == "unix" or is_loopback(parts.hostname or "")
-        if not local and self.signing_key is None:
+        try:
+            target = redis_target(self.url)
+        except ValueError as error:
+            raise ValueError(f"url has {error}; allowed: {_REDIS_FORMS}") from None
+        if not all(is_loopback(host) for host, _ in target.nodes) and self.signing_key is None:
             raise ValueError("signing_key is needed: Redis isn't on loopback or a unix socket")
         return self
+
+    @property
+    def target(self) -> "RedisTarget":
+        return redis_target(self.url)
 
     @property
     def key(self) -> bytes | None:
@@ -196,14 +279,22 @@ class RedisSettings(_Block):
             "socket_connect_timeout": 2.0,
             "health_check_interval": 10,
         }
-        if urlsplit(self.url).scheme != "unix":
+        target = self.target
+        if target.kind is not RedisKind.SOCKET:
             options["socket_keepalive"] = True
         if self.username:
             options["username"] = self.username
         if self.password:
             options["password"] = self.password.get_secret_value()
-        if self.tls_ca_file:
-            options["ssl_ca_certs"] = str(self.tls_ca_file)
+        if target.tls:
+            files = {
+                "ssl_ca_certs": self.tls_ca_file,
+                "ssl_certfile": self.tls_cert_file,
+                "ssl_keyfile": self.tls_key_file,
+            }
+            options |= {name: str(file) for name, file in files.items() if file is not None}
+            if target.kind in {RedisKind.SENTINEL, RedisKind.CLUSTER}:
+                options["ssl"] = True  # of one server the URL says it
         return options
 
 

@@ -179,17 +179,20 @@ class NatsServer(ServerProcess):
     def monitor_url(self) -> str:
         return f"http://127.0.0.1:{self._monitor_port}"
 
-    async def start(self) -> None:
+    def launch(self) -> None:
+        """Start it without waiting: a member of a cluster is healthy only with the others."""
         self.store_dir.mkdir(exist_ok=True, parents=True)
         self.spawn(
             [find_binaries().nats_server, "-a", "127.0.0.1", "-p", str(self._port), "-m", str(self._monitor_port),
              "-js", "-sd", self.store_dir, *self.extra]
         )  # fmt: skip
 
-        async def healthy() -> bool:
-            return (await fetch(f"{self.monitor_url}/healthz"))[0] == 200
+    async def healthy(self) -> bool:
+        return (await fetch(f"{self.monitor_url}/healthz"))[0] == 200
 
-        await self.ready(healthy)
+    async def start(self) -> None:
+        self.launch()
+        await self.ready(self.healthy)
 
     async def restart(self) -> None:
         await self.stop()
@@ -199,9 +202,10 @@ class NatsServer(ServerProcess):
 class RedisServer(ServerProcess):
     """A Redis-protocol server (Valkey). A restart comes back empty, unless it is `persistent`."""
 
-    def __init__(self, data_dir: Path, *, persistent: bool = False) -> None:
+    def __init__(self, data_dir: Path, *, persistent: bool = False, extra: Sequence[str] = ()) -> None:
         super().__init__("valkey-server", data_dir / "redis.log")
         self._data_dir = data_dir
+        self._extra = tuple(extra)
         self._persistent = persistent
         self.port = free_port()
 
@@ -212,7 +216,7 @@ class RedisServer(ServerProcess):
     async def start(self) -> None:
         self.spawn(
             [find_binaries().redis_server, "--bind", "127.0.0.1", "--port", str(self.port), "--dir", self._data_dir,
-             "--save", "", "--appendonly", "yes" if self._persistent else "no"]
+             "--save", "", "--appendonly", "yes" if self._persistent else "no", *self._extra]
         )  # fmt: skip
 
         async def answers() -> bool:
@@ -222,7 +226,7 @@ class RedisServer(ServerProcess):
                 return False
             try:
                 writer.write(b"PING\r\n")
-                return (await asyncio.wait_for(reader.readline(), 5)).startswith(b"+PONG")
+                return (await asyncio.wait_for(reader.readline(), 5)).startswith((b"+PONG", b"-NOAUTH"))
             except (OSError, TimeoutError):
                 return False
             finally:
@@ -286,10 +290,33 @@ async def nats_server(store_dir: Path | None = None, *, extra: Sequence[str] = (
 
 
 @contextlib.asynccontextmanager
-async def redis_server(data_dir: Path | None = None, *, persistent: bool = False) -> AsyncIterator[RedisServer]:
-    """A running Redis-protocol server."""
-    async with _directory(data_dir) as directory, _running(RedisServer(directory, persistent=persistent)) as server:
+async def redis_server(
+    data_dir: Path | None = None, *, persistent: bool = False, extra: Sequence[str] = ()
+) -> AsyncIterator[RedisServer]:
+    """A running Redis-protocol server; `extra` is appended to its command line."""
+    async with (
+        _directory(data_dir) as directory,
+        _running(RedisServer(directory, persistent=persistent, extra=extra)) as server,
+    ):
         yield server
+
+
+class RedisSentinel(ServerProcess):
+    """The same binary as a sentinel that watches one master, alone: its word is enough."""
+
+    def __init__(self, directory: Path, master: RedisServer, name: str = "leadtime") -> None:
+        super().__init__("valkey-sentinel", directory / "sentinel.log")
+        self._config = directory / "sentinel.conf"
+        self.port = free_port()
+        self._config.write_text(
+            f"port {self.port}\nbind 127.0.0.1\ndir {directory}\n"
+            f"sentinel monitor {name} 127.0.0.1 {master.port} 1\n"
+            f"sentinel down-after-milliseconds {name} 500\nsentinel failover-timeout {name} 2000\n"
+        )
+
+    async def start(self) -> None:
+        self.spawn([find_binaries().redis_server, self._config, "--sentinel"])
+        await self.ready(lambda: "+monitor" in self.log())
 
 
 @contextlib.asynccontextmanager

@@ -8,9 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 from prometheus_client import CollectorRegistry
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from services.predictor.app import build_app
 from services.predictor.batcher import Batcher, BatchLimits
@@ -20,6 +17,7 @@ from services.predictor.settings import PredictorSettings
 from services.predictor.slot import Slot
 from shared.clock import SystemClock
 from shared.lifecycle import Readiness, background, run, serve_http
+from shared.redis_connection import connect
 
 
 async def serve(settings: PredictorSettings, stop: asyncio.Event) -> None:
@@ -40,7 +38,7 @@ async def serve(settings: PredictorSettings, stop: asyncio.Event) -> None:
     for pool, batcher in batchers.items():
         metrics.watch_pool(pool, batcher.waiting_rows)
     # The watch has its own pace of reconnecting; a retry inside a call would only hide a failure from its counter.
-    redis = Redis.from_url(settings.redis.url, retry=Retry(NoBackoff(), 0), **settings.redis.client_options())
+    redis = connect(settings.redis, retries=0)
     watch = BundleWatch(
         redis,
         slots,

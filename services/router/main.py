@@ -12,9 +12,6 @@ import grpc
 import numpy as np
 import structlog
 from prometheus_client import CollectorRegistry
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from services.router.admin import admin_app
 from services.router.admission.exposition import WaitingRoomCollector
@@ -48,6 +45,7 @@ from services.router.state.scraper import ScrapeConfig, Scraper
 from shared.clock import Clock, SystemClock
 from shared.lifecycle import Readiness, background, run, serve_http
 from shared.prior import PriorModel
+from shared.redis_connection import connect
 
 _FIRST_ENDPOINT_S: Final = 2.0
 _TICK_S: Final = 0.1
@@ -209,12 +207,8 @@ async def _predictions(
     metrics = PredictMetrics(registry, clock)
     token = settings.predictor_token.get_secret_value() if settings.predictor_token else None
     urls = [url.strip() for url in settings.predictors.split(",") if url.strip()]
-    redis = Redis.from_url(
-        settings.redis.url,
-        **settings.redis.client_options(),
-        # The watch has its own pace of reconnecting; a retry inside a call would hide a failure from its counter.
-        retry=Retry(NoBackoff(), 0),
-    )
+    # The watch has its own pace of reconnecting; a retry inside a call would hide a failure from its counter.
+    redis = connect(settings.redis, retries=0)
     async with contextlib.AsyncExitStack() as open_until_end:
         open_until_end.push_async_callback(redis.aclose)
         client = PredictorClient(

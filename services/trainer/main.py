@@ -8,9 +8,6 @@ import uuid
 
 import structlog
 from prometheus_client import CollectorRegistry
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from services.trainer.app import build_app
 from services.trainer.lease import Lease
@@ -23,6 +20,7 @@ from shared.clock import SystemClock
 from shared.errors import ConfigurationError
 from shared.lifecycle import Readiness, background, run, serve_http
 from shared.names import trainer_lease_key
+from shared.redis_connection import connect
 
 
 async def serve(settings: TrainerSettings, stop: asyncio.Event) -> None:
@@ -31,7 +29,7 @@ async def serve(settings: TrainerSettings, stop: asyncio.Event) -> None:
     metrics = TrainerMetrics(registry)
     readiness = Readiness(STORE, WINDOW)
     # One immediate retry covers a pooled connection that the server closed; the conductor has its own pace beyond it.
-    redis = Redis.from_url(settings.redis.url, retry=Retry(NoBackoff(), 1), **settings.redis.client_options())
+    redis = connect(settings.redis, retries=1)
     lease = Lease(redis, trainer_lease_key(settings.pool), uuid.uuid4().hex, settings.lease_ttl_ms)
     store = BundleStore(redis, settings.pool, settings.redis.key, lease)
     tensor = find_tensor(settings.tensor_rendering, settings.threads)

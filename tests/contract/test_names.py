@@ -64,12 +64,12 @@ BUILT = {
     "trainer_durable": (("chat",), "leadtime-trainer-chat"),
     "bundle_key": (
         ("chat", "0123456789abcdef", "1796025524000-0a1b2c3d"),
-        "leadtime:bundle:chat:0123456789abcdef:1796025524000-0a1b2c3d",
+        "leadtime:bundle:{chat}:0123456789abcdef:1796025524000-0a1b2c3d",
     ),
-    "bundle_pointer_key": (("chat", "0123456789abcdef"), "leadtime:bundle:chat:0123456789abcdef:current"),
-    "succession_key": (("chat", "0123456789abcdef"), "leadtime:succession:chat:0123456789abcdef"),
-    "calibration_key": (("chat",), "leadtime:calibration:chat"),
-    "trainer_lease_key": (("chat",), "leadtime:lease:trainer:chat"),
+    "bundle_pointer_key": (("chat", "0123456789abcdef"), "leadtime:bundle:{chat}:0123456789abcdef:current"),
+    "succession_key": (("chat", "0123456789abcdef"), "leadtime:succession:{chat}:0123456789abcdef"),
+    "calibration_key": (("chat",), "leadtime:calibration:{chat}"),
+    "trainer_lease_key": (("chat",), "leadtime:lease:trainer:{chat}"),
 }
 
 

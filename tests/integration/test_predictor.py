@@ -139,7 +139,7 @@ async def test_a_pointer_ahead_of_its_blob_is_followed_once_the_blob_is_there(re
     async with predictor(tmp_path, redis.url) as process:
         late = bundle(1)
         client = Redis.from_url(redis.url)
-        await client.set(f"leadtime:bundle:default:{SCHEMA_HASH}:current", late.manifest.version)
+        await client.set(f"leadtime:bundle:{{default}}:{SCHEMA_HASH}:current", late.manifest.version)
         await until(lambda: process.events("bundle refused"), "missed")
         await client.aclose()
         await publish(redis.url, late)

@@ -6,15 +6,10 @@ import datetime as dt
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from prometheus_client import CollectorRegistry
 
 from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, Shape, render
@@ -23,56 +18,13 @@ from services.router.extproc.tls import TlsFiles, from_files, self_signed
 from shared.clock import SystemClock
 from shared.errors import FieldError
 from sim.extproc_client import ExtProcClient
+from tests.certificates import Authority
 from tests.fakes.fake_director import FakeDirector
 from tests.fakes.fake_model_server import Script, fake_model_server
 from tests.servers import envoy, fetch, free_port, until
 
 ADDRESS = "127.0.0.1:1"
 NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
-
-
-@dataclass(frozen=True)
-class Authority:
-    """A certificate authority, and the pairs it issues."""
-
-    key: ec.EllipticCurvePrivateKey
-    certificate: x509.Certificate
-
-    @classmethod
-    def make(cls) -> "Authority":
-        key = ec.generate_private_key(ec.SECP256R1())
-        return cls(key, _certificate("authority", key, key, "authority", ca=True))
-
-    @property
-    def pem(self) -> bytes:
-        return self.certificate.public_bytes(serialization.Encoding.PEM)
-
-    def issue(self, name: str) -> tuple[bytes, bytes]:
-        """(key, certificate) as PEM."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        certificate = _certificate(name, key, self.key, "authority", ca=False)
-        pem = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        return pem, certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def _certificate(
-    name: str, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, issuer: str, *, ca: bool
-) -> x509.Certificate:
-    now = dt.datetime.now(dt.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(hours=1))
-        .not_valid_after(now + dt.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-        .sign(signer, hashes.SHA256())
-    )
 
 
 @contextlib.asynccontextmanager
@@ -109,7 +61,7 @@ def write(directory: Path, authority: Authority, name: str = "router") -> TlsFil
 
 
 def der(files: TlsFiles) -> bytes:
-    return x509.load_pem_x509_certificate(files.certificate.read_bytes()).public_bytes(serialization.Encoding.DER)
+    return ssl.PEM_cert_to_DER_cert(files.certificate.read_text())
 
 
 async def test_self_signed_offers_h2_and_a_new_key_each_time() -> None:

@@ -61,7 +61,9 @@ class RunningTrainer:
 
 
 @contextlib.asynccontextmanager
-async def running_trainer(nats_url: str, redis_url: str, **settings: Any) -> AsyncIterator[RunningTrainer]:
+async def running_trainer(
+    nats_url: str, redis_url: str | RedisSettings, **settings: Any
+) -> AsyncIterator[RunningTrainer]:
     """A trainer that fits every 200 ms, on a free port."""
     port = free_port()
     key = settings.pop("signing_key", None)
@@ -70,7 +72,7 @@ async def running_trainer(nats_url: str, redis_url: str, **settings: Any) -> Asy
         | settings,
         http_port=port,
         nats=NatsSettings(servers=nats_url),
-        redis=RedisSettings(url=redis_url, signing_key=key),
+        redis=redis_url if isinstance(redis_url, RedisSettings) else RedisSettings(url=redis_url, signing_key=key),
     )
     stop = asyncio.Event()
     task = asyncio.create_task(serve(chosen, stop))

@@ -66,7 +66,12 @@ async def running_collector(nats_url: str, *, ready: bool = True, **settings: An
     """Start a collector; `ready=False` doesn't wait for NATS."""
     collector = RunningCollector(
         CollectorSettings(
-            nats=NatsSettings(servers=nats_url), **{"als_port": free_port(), "http_port": free_port(), **settings}
+            **{
+                "nats": NatsSettings(servers=nats_url),
+                "als_port": free_port(),
+                "http_port": free_port(),
+                **settings,
+            }
         )
     )
     collector.task = asyncio.create_task(build(collector.settings, collector.stop_event))

@@ -4,18 +4,21 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from shared.errors import ConfigurationError
 from shared.settings import (
     NatsSettings,
     PositiveMs,
+    RedisKind,
     RedisSettings,
+    RedisTarget,
     ServiceSettings,
     TelemetrySettings,
     is_loopback,
     load,
+    redis_target,
     tls_client_context,
 )
 
@@ -260,3 +263,51 @@ def test_the_tls_context_verifies_by_default():
 
 def test_the_logging_block_has_the_quiet_defaults():
     assert (TelemetrySettings().level, TelemetrySettings().format) == ("info", "json")
+
+
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        ("redis://127.0.0.1:7/3", RedisTarget(RedisKind.SERVER, (("127.0.0.1", 7),), tls=False)),
+        ("rediss://store", RedisTarget(RedisKind.SERVER, (("store", 6379),), tls=True)),
+        ("unix:///run/redis.sock", RedisTarget(RedisKind.SOCKET, (("localhost", 0),), tls=False)),
+        (
+            "redis+sentinel://a:1,b/leadtime/2",
+            RedisTarget(RedisKind.SENTINEL, (("a", 1), ("b", 26379)), tls=False, master="leadtime", database=2),
+        ),
+        ("rediss+sentinel://a/m", RedisTarget(RedisKind.SENTINEL, (("a", 26379),), tls=True, master="m")),
+        ("redis+cluster://a:1,[::1]:2", RedisTarget(RedisKind.CLUSTER, (("a", 1), ("::1", 2)), tls=False)),
+        ("rediss+cluster://a/0", RedisTarget(RedisKind.CLUSTER, (("a", 6379),), tls=True)),
+    ],
+)
+def test_every_kind_of_redis_has_a_url(url, target):
+    assert redis_target(url) == target
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://a", "scheme"),
+        ("redis+proxy://a", "scheme"),
+        ("redis+sentinel://a", "name of the master"),
+        ("redis+sentinel:///m", "no host"),
+        ("redis+sentinel://a/m/x", "no number"),
+        ("redis+sentinel://a:99999/m", "port"),
+        ("redis+cluster://user:secret@a", "settings of their own"),
+        ("redis+cluster://a/1", "only 0"),
+        ("redis+cluster://a:0", "port 0"),
+    ],
+)
+def test_a_redis_url_that_cannot_work_says_why_and_keeps_its_password(url, says):
+    with pytest.raises(ValidationError) as caught:
+        RedisSettings(url=url)
+    assert says in str(caught.value.errors()[0]["msg"])
+    assert "secret" not in caught.value.errors()[0]["msg"]
+
+
+def test_beyond_loopback_every_kind_of_redis_needs_a_signing_key():
+    for url in ("redis+sentinel://127.0.0.1,10.0.0.1/m", "redis+cluster://10.0.0.1"):
+        with pytest.raises(ValidationError, match="signing_key"):
+            RedisSettings(url=url)
+        RedisSettings(url=url, signing_key="sixteen letters!")
+    RedisSettings(url="redis+sentinel://127.0.0.1,localhost/m")
