@@ -98,8 +98,8 @@ class BundleWatch:
             pointer = await self._get(bundle_pointer_key(slot.pool, SCHEMA_HASH))
             version = gate.wanted(pointer, self._clock.monotonic_ms())
             if version is None:
-                if slot.current is None:
-                    self._readiness.unmet(condition(slot.pool), "none published, or not another one yet")
+                if slot.current is None and pointer is None:
+                    self._readiness.unmet(condition(slot.pool), "none published yet")
                 return
             blob = await self._get(bundle_key(slot.pool, SCHEMA_HASH, version))
             started_ms = self._clock.monotonic_ms()

@@ -130,7 +130,7 @@ async def test_of_several_servers_those_that_live_are_used(tmp_path: Path) -> No
         urls = ",".join(each.url for each in servers)
         stream = StreamSettings(replicas=3)
         spool = tmp_path / "spool"
-        async with running_collector(urls, stream=stream, spool_dir=spool, ack_timeout_ms=1_000) as collector:
+        async with running_collector(urls, stream=stream, spool_dir=spool, ack_timeout_ms=3_000) as collector:
             assert (await collector.post(json.dumps(sample(1)))).status_code == 200
             await servers[0].kill()
             for number in range(2, 12):
