@@ -8,7 +8,7 @@ tokens, or on the batch and its context. `bias` is the median of predicted/actua
 value.
 
 `training`: one whole cycle (fit, gate against a champion, export, parity, warming of the calibration) in a process of
-its own: CPU of the process and its resident memory at the end, with what it had before the cycle.
+its own: CPU of the process, its largest resident memory, and what it had before the cycle.
 
 Hyperparameters (hinges, their growth, trees, leaves) were chosen on prompts of up to 768, 896, 1,280, 1,536, 1,792,
 2,560 and 3,072 tokens and batches of up to 48, 96 and 128 of the same machines, and on recordings of the queueing
@@ -212,7 +212,6 @@ def training(quick: bool) -> list[dict[str, Any]]:
 def measure_cycle(file: str) -> None:
     """Run a cycle on the rows of an .npz file against a champion of the same rows; print one JSON object."""
     # Imported where they are needed: the parent measures none of it.
-    import resource  # noqa: PLC0415
     import time  # noqa: PLC0415
 
     from services.trainer.cycle import CycleOptions, run_cycle  # noqa: PLC0415
@@ -222,20 +221,22 @@ def measure_cycle(file: str) -> None:
     options = CycleOptions("default")
     few = snapshot_of(snapshot.rows[:500], **{target: snapshot.targets[target][:500] for target in TARGETS})
     champion = run_cycle(few, None, options, 1.8e12).champion
-    before_mb = _resident_mb()
+    before_mb = _memory_mb("VmRSS")
     began = time.process_time()
     report = run_cycle(snapshot, champion, options, 1.8e12 + 1)
     cpu_ms = (time.process_time() - began) * 1e3
     if report.parity is None:
         raise ValueError(f"the cycle of {len(snapshot)} rows was refused: {report.verdict}")
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # Not ru_maxrss, which begins with what the parent had when it forked.
+    peak_mb = _memory_mb("VmHWM")
     sys.stdout.write(
         json.dumps({"rows": len(snapshot), "cpu_ms": cpu_ms, "rss_mb": peak_mb, "rss_before_mb": before_mb})
     )
 
 
-def _resident_mb() -> float:
+def _memory_mb(field: str) -> float:
+    """A size from the kernel's account of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) / 1024
-    return 0.0
+    raise ValueError(f"/proc/self/status has no {field}")
