@@ -1,0 +1,188 @@
+"""What is slow or gone beside the request path costs it nothing, and a flood finds every queue bounded."""
+
+import asyncio
+import json
+import signal
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
+
+from bench.queueing import as_samples, observe
+from shared.samples import encode_decision
+from sim.extproc_client import ExtProcClient
+from sim.model_server import ModelServer
+from sim.spec import ServerSpec
+from tests.bundles import make_bundle
+from tests.fakes.decisions import make_decision
+from tests.fakes.entries import SERVED, make_entry, make_message
+from tests.fakes.fake_predictor import fake_predictor
+from tests.fakes.slow_proxy import slow_proxy
+from tests.integration.test_life_of_services import PATH, Service
+from tests.integration.trainer_service import publish, stream
+from tests.predictors import publish as publish_bundle
+from tests.servers import NatsServer, RedisServer, ServerProcess, fetch, free_port, until
+
+BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello " * 100}]}).encode()
+
+
+async def metric(url: str, line: str) -> float:
+    _, body = await fetch(f"{url}/metrics")
+    found = (float(text.rpartition(" ")[2]) for text in body.decode().splitlines() if text.startswith(line + " "))
+    return next(found, 0.0)
+
+
+def logged(number: int) -> Any:
+    decision = make_decision(SERVED, decision_id=f"id-{number}")
+    return make_message(make_entry(decision=encode_decision(decision)))
+
+
+async def picks(address: str, count: int) -> list[float]:
+    """Milliseconds of each of so many decisions, one after the other; every one names an endpoint."""
+    loop = asyncio.get_running_loop()
+    spent = []
+    async with ExtProcClient(address) as client:
+        for _ in range(count):
+            began_s = loop.time()
+            assert (await client.pick(PATH, BODY)).destinations
+            spent.append((loop.time() - began_s) * 1e3)
+    return spent
+
+
+@pytest.mark.parametrize("bytes_per_s", [0, 2_000])
+async def test_slow_nats_redis_and_predictor_do_not_slow_a_decision(
+    nats: NatsServer, redis: RedisServer, tmp_path: Path, bytes_per_s: int
+) -> None:
+    """Each behind a proxy that lets nothing through any more, or hardly anything. The predictor is left out after its
+    first time-outs; a decision never takes longer than its budget.
+    """
+    server = ModelServer(ServerSpec(name="s", models=("m",)), asyncio.get_running_loop())
+    await server.start()
+    nats_port = int(nats.url.rpartition(":")[2])
+    async with (
+        fake_predictor() as predictor,
+        slow_proxy(nats_port) as slow_nats,
+        slow_proxy(redis.port) as slow_redis,
+        slow_proxy(predictor.port) as slow_predictor,
+    ):
+        await publish_bundle(redis.url, make_bundle())
+        router = Service(
+            "router",
+            tmp_path,
+            LEADTIME_NATS_SERVERS=f"nats://127.0.0.1:{slow_nats.port}",
+            LEADTIME_REDIS_URL=f"redis://127.0.0.1:{slow_redis.port}/0",
+            LEADTIME_ROUTER_ENDPOINTS=f"127.0.0.1:{server.port}",
+            LEADTIME_ROUTER_PREDICTORS=f"http://127.0.0.1:{slow_predictor.port}",
+        )
+        try:
+            await router.start()
+            await until(router.is_ready, "the router is ready")
+            address, url = f"127.0.0.1:{router.extproc}", f"http://127.0.0.1:{router.port}"
+
+            async def own_copy() -> bool:
+                _, body = await fetch(f"{url}/v1/stats")
+                return bool(json.loads(body)["ladder"]["own"]["bundle"])
+
+            await until(own_copy, "the router has its own copy of the bundle")
+            usual = await picks(address, 40)
+            for proxy in (slow_nats, slow_redis, slow_predictor):
+                proxy.bytes_per_s = bytes_per_s
+            slowed = await picks(address, 80)
+            # One predictor call's deadline is 40 ms; the rest is a machine that does other things too.
+            assert max(slowed) < 100.0 + 10 * max(usual)
+            settled = slowed[40:]
+            assert statistics.median(settled) < 5.0 + 3 * statistics.median(usual)
+            assert await router.is_ready()
+        finally:
+            await router.kill()
+            server.close()
+
+
+async def test_a_flood_of_access_logs_while_nats_is_frozen_leaves_the_collector_as_large_as_it_was(
+    nats: NatsServer, tmp_path: Path
+) -> None:
+    """20,000 samples that can't be delivered: the outbox holds 1,000, the spool its bytes, and every one is counted."""
+    als = free_port()
+    collector = Service(
+        "collector",
+        tmp_path,
+        LEADTIME_NATS_SERVERS=nats.url,
+        LEADTIME_COLLECTOR_QUEUE_SAMPLES="1000",
+        LEADTIME_COLLECTOR_ACK_TIMEOUT_MS="500",
+        LEADTIME_COLLECTOR_SPOOL_DIR=str(tmp_path / "spool"),
+        LEADTIME_COLLECTOR_SPOOL_MAX_BYTES=str(2 * 1024 * 1024),
+    )
+    collector._env["LEADTIME_COLLECTOR_ALS_PORT"] = str(als)  # type: ignore[index]
+    url = f"http://127.0.0.1:{collector.port}"
+
+    async def send(begin: int, count: int) -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{als}") as channel:
+            stub = als_pb2_grpc.AccessLogServiceStub(channel)
+            for start in range(begin, begin + count, 500):
+                message = als_pb2.StreamAccessLogsMessage()
+                message.http_logs.log_entry.extend(logged(number) for number in range(start, start + 500))
+                await stub.StreamAccessLogs(iter([message]))
+
+    try:
+        await collector.start()
+        await until(collector.is_ready, "the collector is ready")
+        nats.send(signal.SIGSTOP)
+        await send(0, 6_000)
+        process = psutil.Process(collector.pid)
+        before = process.memory_info().rss
+        await send(6_000, 14_000)
+        grown = process.memory_info().rss - before
+        assert grown < 12 * 1024 * 1024
+        held = await metric(url, "leadtime_collector_queue_samples")
+        under_way = await metric(url, "leadtime_collector_outstanding_samples")
+        lost = await metric(url, 'leadtime_collector_published_total{fate="pushed_out"}')
+        on_disk = await metric(url, "leadtime_collector_spooled_samples")
+        assert held + under_way <= 1_000
+        assert lost > 0
+        assert on_disk > 0
+        assert held + under_way + lost + on_disk == 20_000
+        assert sum(path.stat().st_size for path in (tmp_path / "spool").glob("*.spool")) <= 2 * 1024 * 1024
+        assert await collector.alive()
+    finally:
+        nats.send(signal.SIGCONT)
+        await collector.kill()
+
+
+async def test_a_flood_of_samples_leaves_the_trainer_as_large_as_its_window(
+    nats: NatsServer, redis: RedisServer, tmp_path: Path
+) -> None:
+    samples = as_samples(observe(9_000, seed=8))
+    port = free_port()
+    trainer = ServerProcess(
+        "trainer",
+        tmp_path / "trainer.log",
+        {
+            "LEADTIME_NATS_SERVERS": nats.url,
+            "LEADTIME_REDIS_URL": redis.url,
+            "LEADTIME_TRAINER_HTTP_PORT": str(port),
+            "LEADTIME_TRAINER_RETRAIN_INTERVAL_MS": "3600000",
+        },
+    )
+    url = f"http://127.0.0.1:{port}"
+
+    async def taken(count: int) -> bool:
+        return await metric(url, "leadtime_trainer_samples_total") == count
+
+    try:
+        async with stream(nats.url) as context:
+            trainer.spawn([sys.executable, "-m", "services.trainer"])
+            await publish(context, samples[:3_000])
+            await trainer.ready(lambda: taken(3_000))
+            before = psutil.Process(trainer.pid).memory_info().rss
+            await publish(context, samples[3_000:])
+            await until(lambda: taken(9_000), "all are taken", timeout_s=60.0)
+            grown = psutil.Process(trainer.pid).memory_info().rss - before
+            assert grown < 40 * 1024 * 1024
+            assert await metric(url, "leadtime_trainer_redeliveries_total") == 0
+    finally:
+        await trainer.kill()
