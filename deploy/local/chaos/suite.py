@@ -2,7 +2,7 @@
 
 Three routers, two predictors, three model servers of a process each, behind the real Envoy. For each fault: the load
 goes on, the fault is there for a while and is undone, and the load goes on a little. Then it pauses, and every ledger
-must be empty at every endpoint.
+must be empty at every endpoint. The endpoint that is harmed is the busiest at that moment.
 
 - *Ledger*: ten times a second every router's requests under way are held against those that the client had under way
   around that instant. `ledger_settle_s` is the time from the end of the fault (the part answers again) to the first of
@@ -71,12 +71,12 @@ SHORT: Final = Pace(rate_per_s=8.0, cut_s=1.5, frozen_s=4.0, after_s=1.5)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`act` makes it, waits, and undoes it. `endpoint`: the model server that is harmed, if it is one."""
+    """`act` makes it, waits, and undoes it. `of_endpoint`: a model server is harmed."""
 
     name: str
     act: Callable[["Suite"], Awaitable[None]]
     short: bool = True
-    endpoint: str | None = None
+    of_endpoint: bool = False
 
 
 @dataclass
@@ -117,6 +117,7 @@ class Suite:
         self._receipts = Receipts(
             http, at.collector_url, stack.config.pool, stack.endpoints[0].removeprefix("http://"), 5.0
         )
+        self._harmed = "endpoint-1"
         self._looks = Looks()
         self._stored: Counter[str] = Counter()
         self._told_doubled: set[str] = set()
@@ -160,6 +161,8 @@ class Suite:
     async def _play(self, fault: Fault, usual_ms: float | None) -> dict[str, Any]:
         began_s = time.monotonic()
         acknowledged = len(self._receipts.acknowledged)
+        if fault.of_endpoint:
+            self._harmed = await self._busiest_endpoint()
         await fault.act(self)
         undone_s = time.monotonic()
         await asyncio.sleep(max(self.pace.after_s, _STEADY_LOOKS * 2 * _LOOK_S))
@@ -174,7 +177,7 @@ class Suite:
         doubled = {decision_id for decision_id, count in self._stored.items() if count > 1} - self._told_doubled
         self._told_doubled |= doubled
         failed = [fate for fate in fates if not fate.ok]
-        theirs = [fate for fate in failed if fault.endpoint is not None and is_the_endpoints(fate, fault.endpoint)]
+        theirs = [fate for fate in failed if fault.of_endpoint and is_the_endpoints(fate, self._harmed)]
         ours = [fate for fate in failed if fate not in theirs]
         await self._check_ledgers()
         added = self._p99_ms(fates)
@@ -190,13 +193,15 @@ class Suite:
             "samples_acknowledged": len(acknowledged_now) - acknowledged,
             "samples_lost": len(lost),
             "samples_doubled": len(doubled),
+            "served_by": dict(sorted(Counter(fate.served_by or "nobody" for fate in fates).items())),
             "seconds": round(time.monotonic() - began_s, 1),
         }
         self._load.going = True
         return result
 
     def _fates(self, from_s: float) -> list[Fate]:
-        return [fate for fate in self._load.fates if fate.sent_s >= from_s and fate.ended_s]
+        """Requests that have ended since then: those that were under way at that instant among them."""
+        return [fate for fate in self._load.fates if fate.ended_s >= from_s]
 
     @staticmethod
     def _p99_ms(fates: Sequence[Fate]) -> float | None:
@@ -310,8 +315,20 @@ class Suite:
             names = [f"predictor-{number}" for number in range(1, self.stack.config.predictors + 1)]
             return [self.stack.supervisor[name] for name in names]
         if part == "endpoint":
-            return [self.servers["endpoint-2"]]
+            return [self.servers[self._harmed]]
         return [self.stack.supervisor["router-2" if part == "router" else part]]
+
+    async def _busiest_endpoint(self) -> str:
+        """The one whose harm meets the most requests."""
+        until_s = time.monotonic() + 5.0
+        while True:
+            answer = await self._get(f"{self.stack.addresses.router_url}/v1/endpoints", 2.0) or {"endpoints": []}
+            load = {one["address"]: one["in_flight_requests"] for one in answer["endpoints"]}
+            addresses = [url.removeprefix("http://") for url in self.stack.endpoints]
+            counts = [load.get(address, 0) for address in addresses]
+            if max(counts) >= 2 or time.monotonic() > until_s:
+                return f"endpoint-{counts.index(max(counts)) + 1}"
+            await asyncio.sleep(0.05)
 
     async def kill(self, part: str) -> None:
         for child in self.children(part):
@@ -337,7 +354,8 @@ class Suite:
         """Again, ended first where it runs, until it answers."""
         for child in self.children(part):
             if part == "endpoint":
-                port = int(self.stack.endpoints[1].rpartition(":")[2])
+                number = int(self._harmed.rpartition("-")[2])
+                port = int(self.stack.endpoints[number - 1].rpartition(":")[2])
                 await self.servers.restart(child.name, tcp_probe(port))
             else:
                 await self.stack.restart(child.name)
@@ -428,21 +446,21 @@ def all_faults() -> list[Fault]:
     """Every fault there is; those that aren't `short` are left out of a short run."""
     faults = []
     for part in ("router", "predictors", "collector", "trainer", "nats", "redis", "endpoint"):
-        endpoint = "endpoint-2" if part == "endpoint" else None
+        of_endpoint = part == "endpoint"
         called = "one router of three" if part == "router" else "all predictors" if part == "predictors" else part
         faults += [
-            Fault(f"kill -9: {called}", _on(Suite.kill, part), endpoint=endpoint),
+            Fault(f"kill -9: {called}", _on(Suite.kill, part), of_endpoint=of_endpoint),
             Fault(
                 f"SIGSTOP: {called}",
                 _on(Suite.freeze, part),
                 short=part in {"router", "collector", "nats", "endpoint"},
-                endpoint=endpoint,
+                of_endpoint=of_endpoint,
             ),
             Fault(
                 f"restart: {called}",
                 _on(Suite.restart, part),
                 short=part in {"router", "nats", "trainer"},
-                endpoint=endpoint,
+                of_endpoint=of_endpoint,
             ),
         ]
     return [
