@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 import uvloop
+from pydantic import ValidationError
 from rich.console import Console
 
 from deploy.local import scenario
@@ -27,12 +28,13 @@ from deploy.local.envoy import Address, parse_endpoint
 from deploy.local.ports import LOOPBACK
 from deploy.local.processes import ChildError
 from deploy.local.run_dir import new_run_dir
+from deploy.local.sample_export import export_samples
 from deploy.local.screen import Screen
 from deploy.local.stack import Stack, StackConfig, endpoint_address, unknown_variables
 from deploy.local.up import UpOptions, run_up
 from services.router.discovery.endpoints import parse_endpoints
 from shared.errors import ConfigurationError, FieldError
-from shared.settings import is_loopback
+from shared.settings import NatsSettings, is_loopback
 
 app = typer.Typer(
     name="leadtime",
@@ -191,6 +193,33 @@ def evaluate_command(
             console.print(f"warning: {warning}", style="yellow")
     if json_file is not None:
         json_file.write_text(json.dumps(evaluate.as_json(evaluations), indent=2), "utf-8")
+
+
+@app.command(name="samples")
+def samples_command(
+    file: Annotated[Path, typer.Argument(help="Where to write them, one JSON object a line.")],
+    pool: Annotated[str, typer.Option(help="Whose samples.")] = "default",
+    nats: Annotated[str, typer.Option(envvar="LEADTIME_NATS_SERVERS", help="NATS servers, comma-separated.")] = (
+        "nats://127.0.0.1:4222"
+    ),
+) -> None:
+    """Write the samples that the stream still holds to a file, for `replay` and `evaluate`.
+
+    Credentials and TLS come from the same variables as the services' (LEADTIME_NATS_…).
+    """
+    console = Console(soft_wrap=True)
+    _refuse_unwritable(file.absolute(), "FILE")
+    try:
+        settings = NatsSettings(servers=nats)
+    except ValidationError as error:
+        raise typer.BadParameter(str(error.errors()[0]["msg"]), param_hint="--nats") from None
+
+    async def export() -> int:
+        written = await export_samples(settings, pool, file)
+        console.print(f"{written} samples of pool {pool}", highlight=False, markup=False)
+        return 0
+
+    sys.exit(run(export))
 
 
 @app.command(name="replay")

@@ -36,6 +36,8 @@ def test_each_command_has_help(command: str) -> None:
         (("demo", "--rate", "61"), "--rate"),
         (("demo", "--json", "/nowhere/at/all.json"), "no directory"),
         (("demo", "--json", "/"), "can't be written"),
+        (("samples", "/nowhere/at/all.jsonl"), "no directory"),
+        (("samples", "samples.jsonl", "--nats", "http://127.0.0.1"), "nats://host:port"),
         (("replay", "A", "--load", "0.5,none"), "found 'none'"),
         (("replay", "A", "--requests", "10"), "--requests"),
         (("replay", "A", "--svg", "/nowhere/at/all.svg"), "no directory"),
