@@ -7,7 +7,8 @@ per model. The published `Calibration` is applied by `shared.inference.calibrate
 
 A step's residual is cut at the running mean of |residual|: latency errors are skewed, and a plain mean sits above the
 median that P50 promises (TTFT error 18.2 % uncorrected, 20.0 % with the mean, 18.5 % with the cut; after the drift
-35 → 19 %). It also means that one label ×100 can't throw the bias.
+35 → 19 %). It also means that one label ×100 can't throw the bias. Quantiles see signs, not sizes, and a tenth of lies
+would make P90 cover 98 %: a sample off by more than `LOG_LIMIT` is passed over while fewer than a third are.
 
 Limits: 4096 endpoints and 256 models, the least recently seen leave. Rates start at 1/n, so that the first samples of
 a bundle count in full.
@@ -20,12 +21,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from services.trainer.outliers import CHANGED_SHARE, LOG_LIMIT
 from shared.bundle import Calibration
 from shared.inference import MAX_LOG_CORRECTION
 from shared.prediction import TARGETS
 
 SCALE_CAP: Final = 1.0
 SCALE_RATE: Final = 0.02
+FAR_RATE: Final = 0.02
 LEVELS: Final[Mapping[str, float]] = {"p90": 0.9, "p99": 0.99}
 MAX_ENDPOINTS: Final = 4096
 MAX_MODELS: Final = 256
@@ -77,6 +80,8 @@ class _Target:
     """Running mean of |log residual|, which cuts the steps"""
     live_error: _Mean = field(default_factory=_Mean)
     live_bias: _Mean = field(default_factory=_Mean)
+    far: _Mean = field(default_factory=_Mean)
+    """Share of samples that are off by more than any honest one"""
 
 
 class OutputLengths:
@@ -139,6 +144,10 @@ class Calibrator:
             own = state.endpoints.get(endpoint)
             shift = state.bias.value + (self._shrunk(own) if own else 0.0)
             error = residual - _bounded(shift)
+            far = abs(error) > LOG_LIMIT
+            state.far.step(float(far), FAR_RATE)
+            if far and state.far.value < CHANGED_SHARE:
+                continue  # a label that can't be true; where many are so far off, the pool has changed
             # predicted/actual − 1 of the calibrated prediction.
             relative = math.expm1(max(-5.0, min(5.0, -error)))
             state.live_error.step(abs(relative), 1.0 / LIVE_SAMPLES)

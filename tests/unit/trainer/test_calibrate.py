@@ -137,3 +137,27 @@ def test_output_lengths_are_bounded():
         lengths.observe(f"model-{number}", 10)
     assert len(lengths.tokens()) == MAX_MODELS
     assert "*" in lengths.tokens()
+
+
+def test_a_tenth_of_lies_moves_neither_bias_nor_quantiles():
+    honest, lied_to, rng = calibrator(), calibrator(), np.random.default_rng(4)
+    for number in range(3000):
+        actual = 110 * np.exp(rng.normal(0, 0.3))
+        honest.observe(RAW, {"ttft": actual}, 100.0, "a")
+        lied_to.observe(RAW, {"ttft": actual * (100.0 if number % 10 == 3 else 1.0)}, 100.0, "a")
+    clean, dirty = published(honest), published(lied_to)
+    assert dirty.log_bias["ttft"] == pytest.approx(clean.log_bias["ttft"], abs=0.05)
+    for level in ("ttft_p90", "ttft_p99"):
+        assert dirty.quantile_log_offset[level][0] == pytest.approx(clean.quantile_log_offset[level][0], abs=0.15)
+    assert lied_to.live()["ttft"].mape < 1.2 * honest.live()["ttft"].mape
+
+
+def test_a_pool_that_became_twenty_times_slower_is_followed():
+    """Each of its labels is as far off as a lie; a third of them are not lies."""
+    state = calibrator()
+    for _ in range(500):
+        state.observe(RAW, {"ttft": 100.0}, 100.0, "a")
+    for _ in range(300):
+        state.observe(RAW, {"ttft": 2000.0}, 100.0, "a")
+    found = published(state)
+    assert found.log_bias["ttft"] + found.endpoint_log_bias["ttft"]["a"] > 1.0
