@@ -101,7 +101,7 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
     )
     async with (
         _sink(settings, registry, rng) as sink,
-        _predictions(settings, state, registry, clock, stop) as ladder,
+        _predictions(settings, state, registry, clock, stop, readiness) as ladder,
     ):
         director = Director(
             DirectorOptions(
@@ -201,7 +201,12 @@ async def _sink(
 
 @contextlib.asynccontextmanager
 async def _predictions(
-    settings: RouterSettings, state: PoolState, registry: CollectorRegistry, clock: Clock, stop: asyncio.Event
+    settings: RouterSettings,
+    state: PoolState,
+    registry: CollectorRegistry,
+    clock: Clock,
+    stop: asyncio.Event,
+    readiness: Readiness,
 ) -> AsyncIterator[Ladder]:
     """The ladder with its two steps: the remote predictors, where any are named, and the router's own bundle."""
     metrics = PredictMetrics(registry, clock)
@@ -215,7 +220,9 @@ async def _predictions(
             urls, settings.pool, metrics, clock, config=ClientConfig(call_ms=settings.predict_deadline_ms), token=token
         )
         bundles = BundleWatcher(redis, settings.pool, settings.redis.key, metrics, clock)
-        await open_until_end.enter_async_context(background(stop, bundles.run(), _learned_lengths(state, bundles)))
+        await open_until_end.enter_async_context(
+            background(stop, bundles.run(), _read_store(state, bundles, readiness))
+        )
         if urls:
             await open_until_end.enter_async_context(client)
         yield Ladder(
@@ -278,9 +285,10 @@ async def _tick(state: PoolState, readiness: Readiness, extproc: ExtProcServer, 
         await asyncio.sleep(_TICK_S)
 
 
-async def _learned_lengths(state: PoolState, bundles: BundleWatcher) -> None:
-    """Hand the calibration's answer lengths on to the state."""
+async def _read_store(state: PoolState, bundles: BundleWatcher, readiness: Readiness) -> None:
+    """Hand the calibration's answer lengths on to the state, and tell probes where Redis is away."""
     while True:
+        readiness.degraded("redis", None if bundles.connected else "not connected: bundle and calibration in use stay")
         if bundles.calibration is not None:
             state.set_expected_output_tokens(bundles.calibration.expected_output_tokens)
         await asyncio.sleep(1.0)

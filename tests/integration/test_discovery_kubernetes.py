@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import random
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,9 +20,12 @@ from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.scraper import ScrapeConfig, Scraper
 from shared.clock import SystemClock
 from shared.lifecycle import Readiness
+from shared.samples import decode_decision
+from sim.extproc_client import ExtProcClient
 from sim.model_server import ModelServer
 from sim.spec import ServerSpec
 from tests.fakes.fake_kube import OBJECTIVES, PODS, POOLS, REWRITES, FakeKube, fake_kube, make_pod
+from tests.integration.test_life_of_services import Service
 from tests.servers import until
 
 SELECTED = KubernetesOptions("ns", fixed=PoolSpec("app=vllm", (8000,)))
@@ -299,3 +303,48 @@ async def test_a_pod_joins_after_health_and_models_and_leaves_at_once_when_it_te
                 await kube.put(PODS, make_pod("a", host, terminating=True))
                 await until(lambda: bed.pool.ready_endpoints == 0, "no candidate any more")
         server.close()
+
+
+async def test_a_router_process_serves_an_inference_pool_with_its_rewrites_and_priorities(tmp_path: Path):
+    """All of it together: the settings, the pool, its pods, an objective and a rewrite."""
+    server = ModelServer(ServerSpec(name="s", models=("llama",)), asyncio.get_running_loop())
+    await server.start()
+    (tmp_path / "token").write_text("secret")
+    async with fake_kube() as kube:
+        await kube.put(POOLS, pool_of(server.port))
+        await kube.put(PODS, make_pod("a", "127.0.0.1"))
+        spec = {"priority": 7, "poolRef": {"name": "llm"}}
+        await kube.put(OBJECTIVES, {"metadata": {"name": "urgent"}, "spec": spec})
+        rule = {"matches": [{"model": {"value": "chat"}}], "targets": [{"modelRewrite": "llama"}]}
+        await kube.put(REWRITES, {"metadata": {"name": "r"}, "spec": {"poolRef": {"name": "llm"}, "rules": [rule]}})
+        router = Service(
+            "router",
+            tmp_path,
+            LEADTIME_ROUTER_KUBERNETES_POOL="llm",
+            LEADTIME_ROUTER_KUBERNETES_NAMESPACE="ns",
+            LEADTIME_ROUTER_KUBERNETES_API=kube.url,
+            LEADTIME_ROUTER_KUBERNETES_TOKEN_FILE=str(tmp_path / "token"),
+            LEADTIME_ROUTER_TRUST_REQUEST_HEADERS="true",
+            LEADTIME_ROUTER_PREDICTORS="",
+        )
+        body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello"}]}).encode()
+        try:
+            await router.start()
+            await until(router.is_ready, "the pod has joined")
+            assert kube.calls[-1].authorization == "Bearer secret"
+            await until(lambda: kube.watches(REWRITES), "the rewrites are known")
+            async with ExtProcClient(f"127.0.0.1:{router.extproc}") as client:
+                headers = {"x-llm-d-inference-objective": "urgent"}
+                answer = await client.pick("/v1/chat/completions", body, headers)
+                assert answer.destinations == (f"127.0.0.1:{server.port}",)
+                decision = decode_decision(answer.metadata or "")
+                assert (decision.model, decision.priority) == ("llama", 7)
+                await kube.put(PODS, make_pod("a", "127.0.0.1", terminating=True))
+
+                async def gone() -> bool:
+                    return (await client.pick("/v1/chat/completions", body)).status == 503
+
+                await until(gone, "a terminating pod gets nothing any more")
+        finally:
+            await router.kill()
+            server.close()

@@ -89,10 +89,16 @@ async def test_services_start_before_all_they_need_say_so_and_take_it_as_it_come
             assert "redis" in (await running["predictor"].readyz())[1]["waiting_for"]["bundle:default"]
             await server.start()
             await until(running["router"].is_ready, "the router has its endpoint, without any of the others")
+            assert {"nats", "redis"} <= (await running["router"].readyz())[1]["degraded"].keys()
             await redis.start()
             await nats.start()
             for name in ("collector", "trainer"):
                 await until(running[name].is_ready, f"the {name} is ready")
+
+            async def whole() -> bool:
+                return "degraded" not in (await running["router"].readyz())[1]
+
+            await until(whole, "the router has found the others")
             for name, service in running.items():
                 assert await service.ends() < STOP_S, name
     server.close()
@@ -213,8 +219,13 @@ async def test_a_second_signal_ends_a_service_at_once(name: str, tmp_path: Path)
     )  # fmt: skip
     try:
         await service.start()
-        service.send(signal.SIGTERM)
-        service.send(signal.SIGTERM)
-        assert await service.stop(0, grace_s=5.0) in {0, 128 + signal.SIGTERM}
+
+        def has_ended() -> bool:
+            if service.running:
+                service.send(signal.SIGTERM)  # two at once may reach it as one
+            return not service.running
+
+        await until(has_ended, "it has ended", poll_s=0.1)
+        assert await service.stop(0) in {0, 128 + signal.SIGTERM}
     finally:
         await service.kill()

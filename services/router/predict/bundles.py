@@ -70,6 +70,11 @@ class BundleWatcher:
         self._last_refusal: dict[str, Any] | None = None
         self._connected = True
 
+    @property
+    def connected(self) -> bool:
+        """Whether Redis answered when it was last asked."""
+        return self._connected
+
     def calibration_for(self, bundle_version: str, outputs: tuple[str, ...]) -> CompiledCalibration | None:
         """The calibration of this bundle, laid out for its outputs; None where none is here."""
         calibration = self._calibrations.get(bundle_version)
