@@ -95,7 +95,7 @@ async def test_a_restart_of_nats_under_load_loses_nothing_that_was_acknowledged(
 async def test_a_frozen_nats_holds_a_post_no_longer_than_the_acknowledgements_time(
     tmp_path: Path, nats: NatsServer
 ) -> None:
-    async with running_collector(nats.url, spool_dir=tmp_path / "spool", ack_timeout_ms=300) as collector:
+    async with running_collector(nats.url, spool_dir=tmp_path / "spool", ack_timeout_ms=1_500) as collector:
         assert (await collector.post(json.dumps(sample(1)))).status_code == 200
         nats.send(signal.SIGSTOP)
         try:
