@@ -9,6 +9,7 @@
 #   make chaos   parts die, freeze and restart under load; a table of what that cost   SHORT=1 JSON=file
 #   make soak    200,000 requests through router and collector: does anything grow?   N=… JSON=file
 #   make bench   every benchmark, short, as JSON       make bench-full   the replay's every cell, resumable
+#   make bench-model   the latency model's every section into bench/results/model.json, half an hour
 #   make lock    write requirements/*.lock anew
 
 PYTHON ?= python3
@@ -24,7 +25,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up chaos soak test test-tensor check fuzz lock bench bench-full clean
+.PHONY: help setup demo up chaos soak test test-tensor check fuzz lock bench bench-full bench-model clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,2\}//p' Makefile
@@ -70,6 +71,9 @@ bench: $(VENV)/.dev
 # Hours of one core: a run is appended to bench/results/replay.jsonl as it ends, and isn't made again.
 bench-full: $(VENV)/.dev
 	@$(BIN)/python bench/replay.py --full
+
+bench-model: $(VENV)/.dev
+	@$(BIN)/python -m bench.model --json bench/results/model.json > /dev/null
 
 # The interpreter's version is checked before anything is made, so that the message is ours and not a resolver's.
 $(BIN)/python:

@@ -23,8 +23,8 @@ from services.trainer.calibrate import CalibrationOptions
 from services.trainer.cycle import CycleOptions, run_cycle
 from services.trainer.window import SampleWindow
 
-REQUESTS: Final = 14_000
-QUICK_REQUESTS: Final = 4_000
+REQUESTS: Final = 5_000
+QUICK_REQUESTS: Final = 3_000
 QUICK_SCENARIO: Final = "multi-turn-2048"
 SEEDS: Final = (1, 2, 3, 4, 5)
 INCUMBENTS: Final[tuple[Method, ...]] = ("incumbent-six", "incumbent-thirteen")

@@ -64,6 +64,7 @@ class VirtualTrainer:
         """What a trainer does in a second; a fit is adopted in the one after."""
         learner = self.learner
         learner.take(self._batch)
+        learner.guard()
         self.labels += sum(taken.censored_ms is None for taken in self._batch)
         self._batch.clear()
         if self._fitted is not None:
@@ -140,6 +141,7 @@ def watch(
     columns = {"ttft": recording.ttft_ms, "tpot": recording.tpot_ms, "e2e": recording.e2e_ms}
     known = {name: column.tolist() for name, column in columns.items() if name in targets}
     tpot = columns["tpot"].tolist()
+    told: dict[int, dict[str, float]] = {}
     place = {name: k for k, name in enumerate(OUTPUTS)}
     # Whoever sees every first token has no use for timers.
     timed = ledger_kind != "exact"
@@ -166,7 +168,7 @@ def watch(
                     "expected_output_tokens_known": float(expected is not None),
                 },
             )[0]
-            answer = trainer.predict(rows[i], addresses[pod])
+            answer = told[i] = trainer.predict(rows[i], addresses[pod])
             for name, value in answer.items():
                 predictions[i, place[name]] = value
             labels[i] = trainer.labels
@@ -196,19 +198,23 @@ def watch(
             ledger.remove(str(i), now_ms, completed=completed)
             pod = int(recording.pod[i])
             if not completed:
-                trainer.take(Taken(_sample(i, addresses[pod], None, rows[i]), rows[i], {}, float(columns["e2e"][i])))
+                trainer.take(
+                    Taken(_sample(i, addresses[pod], None, rows[i], told.pop(i)), rows[i], {}, float(columns["e2e"][i]))
+                )
                 continue
             slot = endpoints[pod].slot
             if tpot[i] == tpot[i]:
                 table.observe_step_time(slot, tpot[i])
             ledger.learn_ttft(slot, float(ahead[i]), float(columns["ttft"][i]))
             found = {name: column[i] for name, column in known.items() if column[i] == column[i]}
-            sample = _sample(i, addresses[pod], int(recording.output_tokens[i]), rows[i])
+            sample = _sample(i, addresses[pod], int(recording.output_tokens[i]), rows[i], told.pop(i))
             trainer.take(Taken(sample, rows[i], found))
     return Watched(rows, predictions, labels, trainer)
 
 
-def _sample(i: int, address: str, output_tokens: int | None, row: FloatMatrix) -> LatencySample:
+def _sample(
+    i: int, address: str, output_tokens: int | None, row: FloatMatrix, predicted: dict[str, float]
+) -> LatencySample:
     return LatencySample(
         decision_id=str(i),
         pool="pool",
@@ -222,6 +228,7 @@ def _sample(i: int, address: str, output_tokens: int | None, row: FloatMatrix) -
         rung=Rung.IN_PROCESS,
         schema_hash=SCHEMA.hash,
         features=row.tolist(),
+        prediction=predicted or None,
         output_tokens=output_tokens,
     )
 

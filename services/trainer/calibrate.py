@@ -29,6 +29,15 @@ from shared.prediction import TARGETS
 SCALE_CAP: Final = 1.0
 SCALE_RATE: Final = 0.02
 FAR_RATE: Final = 0.02
+# How a level hurries: a moving mean of signs over ~10 samples; beyond a half, which chance makes of one sample in 40,
+# up to 10 times the rate.
+_PERSISTENCE_RATE: Final = 0.1
+_PERSISTENT: Final = 0.5
+_HURRY: Final = 9.0
+# A change: the bias has left where it was some 300 samples ago. Its onset lies about as far back as the bias took.
+SLOW_RATE: Final = 0.003
+CHANGE_MIN_SAMPLES: Final = 200
+CHANGE_ONSET_SAMPLES: Final = 40
 LEVELS: Final[Mapping[str, float]] = {"p90": 0.9, "p99": 0.99}
 MAX_ENDPOINTS: Final = 4096
 MAX_MODELS: Final = 256
@@ -45,6 +54,8 @@ class CalibrationOptions:
     pinball_rate: float = 0.05
     endpoint_rate: float = 0.03
     endpoint_shrinkage: float = 20.0
+    change_log: float = 0.2
+    """A bias that has moved by so much (a factor of 1.22) is a change: rows of before teach little"""
     output_rate: float = 0.05
     backlog_edges_tokens: tuple[float, ...] = (256.0, 1024.0, 4096.0, 16384.0)
 
@@ -61,6 +72,22 @@ class _Mean:
         self.value += max(rate, 1.0 / (self.count + 1)) * (towards - self.value)
 
 
+@dataclass(slots=True)
+class _Level(_Mean):
+    """A mean that hurries while its errors keep one sign, as they do after a change and by chance they don't.
+
+    `persistence` is a moving mean of the errors' signs; a step's rate is up to `1 + _HURRY` times the given one.
+    """
+
+    persistence: float = 0.0
+
+    def follow(self, error: float, rate: float) -> None:
+        """Step by a cut error; one mad label is one sign, whatever its size."""
+        self.persistence += _PERSISTENCE_RATE * (math.copysign(1.0, error) - self.persistence)
+        hurry = max(0.0, abs(self.persistence) - _PERSISTENT) / (1.0 - _PERSISTENT)
+        self.step(self.value + error, rate * (1.0 + _HURRY * hurry))
+
+
 @dataclass(frozen=True, slots=True)
 class LiveError:
     """Errors of the last ~200 calibrated predictions, as ratios: mean |relative|, mean signed relative."""
@@ -74,8 +101,12 @@ class LiveError:
 class _Target:
     offsets: dict[str, list[float]]
     """By level, one log offset per backlog bin"""
-    bias: _Mean = field(default_factory=_Mean)
-    endpoints: OrderedDict[str, _Mean] = field(default_factory=OrderedDict)
+    marked: dict[str, list[float]] = field(default_factory=dict)
+    """Offsets at the mark"""
+    bias: _Level = field(default_factory=_Level)
+    slow_bias: float = 0.0
+    """Where the bias was some hundred samples ago; far from it is a change"""
+    endpoints: OrderedDict[str, _Level] = field(default_factory=OrderedDict)
     scale: float = 0.25
     """Running mean of |log residual|, which cuts the steps"""
     live_error: _Mean = field(default_factory=_Mean)
@@ -113,7 +144,7 @@ class OutputLengths:
 class Calibrator:
     """The calibration of one bundle, learned sample by sample. Another bundle takes another calibrator."""
 
-    __slots__ = ("_edges", "_options", "_targets", "bundle_version", "samples")
+    __slots__ = ("_edges", "_options", "_targets", "bundle_version", "changed_at", "samples")
 
     def __init__(self, options: CalibrationOptions, bundle_version: str, outputs: Sequence[str]) -> None:
         """No bias and no offsets for the bundle's `outputs` yet."""
@@ -121,6 +152,8 @@ class Calibrator:
         self._edges = options.backlog_edges_tokens
         self.bundle_version = bundle_version
         self.samples = 0
+        self.changed_at: int | None = None
+        """Number of the sample with which latencies became others, as far as this calibrator has seen"""
         self._targets = {
             target: _Target(
                 {level: [0.0] * (len(self._edges) + 1) for level in LEVELS if f"{target}_{level}" in outputs}
@@ -130,9 +163,18 @@ class Calibrator:
         }
 
     def observe(
-        self, predicted: Mapping[str, float], actual_ms: Mapping[str, float], backlog_tokens: float, endpoint: str
+        self,
+        predicted: Mapping[str, float],
+        actual_ms: Mapping[str, float],
+        backlog_tokens: float,
+        endpoint: str,
+        served: Mapping[str, float] | None = None,
     ) -> None:
-        """Learn from one sample: the bundle's raw outputs by name, the known targets in ms."""
+        """Learn from one sample: the bundle's raw outputs by name, the known targets in ms.
+
+        `served`: what the router predicted at decision time with this bundle, where it did. Quantiles are judged by it:
+        labels come late, and a bound that the newest bias has moved covers better than the one that was served.
+        """
         options = self._options
         backlog_bin = bisect_right(self._edges, backlog_tokens)
         self.samples += 1
@@ -153,14 +195,38 @@ class Calibrator:
             state.live_error.step(abs(relative), 1.0 / LIVE_SAMPLES)
             state.live_bias.step(relative, 1.0 / LIVE_SAMPLES)
             for level, offsets in state.offsets.items():
-                upper = predicted[f"{target}_{level}"] * math.exp(_bounded(shift + offsets[backlog_bin]))
+                upper = (served or {}).get(f"{target}_{level}")
+                if upper is None:
+                    upper = predicted[f"{target}_{level}"] * math.exp(_bounded(shift + offsets[backlog_bin]))
                 step = options.pinball_rate * (float(actual > upper) - (1.0 - LEVELS[level]))
                 offsets[backlog_bin] = _bounded(offsets[backlog_bin] + step)
             before = state.bias.value
-            state.bias.step(before + _cut(error, state.scale), options.bias_rate)
+            state.bias.follow(_cut(error, state.scale), options.bias_rate)
             state.bias.value = _bounded(state.bias.value)
+            self._look_for_a_change(state)
             self._step_endpoint(state, endpoint, residual - before)
             state.scale += SCALE_RATE * (min(abs(error), SCALE_CAP) - state.scale)
+
+    def mark(self) -> None:
+        """From here on offsets are live: what they gather is handed on to the next bundle's calibrator."""
+        for state in self._targets.values():
+            state.marked = {level: list(offsets) for level, offsets in state.offsets.items()}
+
+    def gathered(self) -> dict[str, list[float]]:
+        """What the offsets have gathered since their mark, by output; nothing without one."""
+        return {
+            f"{target}_{level}": [now - then for now, then in zip(state.offsets[level], marked, strict=True)]
+            for target, state in self._targets.items()
+            for level, marked in state.marked.items()
+        }
+
+    def inherit(self, before: "Calibrator") -> None:
+        """Add what another bundle's offsets have gathered since their mark: how late labels come is no bundle's own."""
+        gathered = before.gathered()
+        for target, state in self._targets.items():
+            for level, offsets in state.offsets.items():
+                for k, more in enumerate(gathered.get(f"{target}_{level}", ())):
+                    offsets[k] = _bounded(offsets[k] + more)
 
     def calibration(
         self, pool: str, sequence: int, now_unix_ms: float, expected_output_tokens: Mapping[str, float]
@@ -193,11 +259,22 @@ class Calibrator:
             if state.live_error.count
         }
 
+    def _look_for_a_change(self, state: _Target) -> None:
+        if state.bias.count <= CHANGE_MIN_SAMPLES:
+            state.slow_bias = state.bias.value
+            return
+        # Where single errors are large (e2e) a bias wanders further by chance.
+        if abs(state.bias.value - state.slow_bias) > max(self._options.change_log, state.scale):
+            # What has moved the bias began before the bias had moved.
+            self.changed_at = max(0, self.samples - CHANGE_ONSET_SAMPLES)
+            state.slow_bias = state.bias.value
+        state.slow_bias += SLOW_RATE * (state.bias.value - state.slow_bias)
+
     def _step_endpoint(self, state: _Target, endpoint: str, residual: float) -> None:
         mean = state.endpoints.get(endpoint)
         if mean is None:
-            mean = state.endpoints[endpoint] = _Mean()
-        mean.step(mean.value + _cut(residual - mean.value, state.scale), self._options.endpoint_rate)
+            mean = state.endpoints[endpoint] = _Level()
+        mean.follow(_cut(residual - mean.value, state.scale), self._options.endpoint_rate)
         state.endpoints.move_to_end(endpoint)
         while len(state.endpoints) > MAX_ENDPOINTS:
             state.endpoints.popitem(last=False)

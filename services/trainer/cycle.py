@@ -30,6 +30,11 @@ from shared.prediction import TARGETS, plausible
 LIBRARIES: Final = ("xgboost-cpu", "numpy", "scipy", "onnx", "onnxmltools", "onnxruntime")
 # Newest rows by which a new bundle's calibration is warmed: a bias is settled after 200, a P99 offset never sooner.
 WARM_UP_ROWS: Final = 1000
+# Rows before a change by which the level of before is measured, and the least number on either side.
+LEVEL_ROWS: Final = 500
+LEVEL_MIN_ROWS: Final = 20
+# Less than what counts as a change is what a target's error wanders by.
+LEVEL_LEAST_LOG: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ def run_cycle(
 def _fit_and_judge(
     snapshot: Snapshot, champion: Champion | None, options: CycleOptions, created_unix_ms: float
 ) -> CycleReport:
+    snapshot = leveled(snapshot, champion)
     report = CycleReport(Verdict(False, "too_few_rows"), len(snapshot), created_unix_ms)
     model = fit(snapshot, options.fit)
     if model is None:
@@ -123,6 +129,37 @@ def _fit_and_judge(
     if not report.verdict.accepted:
         return report
     return _export(snapshot, model, options, report)
+
+
+def leveled(snapshot: Snapshot, champion: Champion | None) -> Snapshot:
+    """The snapshot with labels of before a change raised (or lowered) to the level of those since, per target.
+
+    The level's shift is the difference of the champion's median log errors on rows of after and just before. What a row
+    of before says of the shape is still worth something then; where the shift isn't one factor, recency forgets it.
+    """
+    if champion is None or not snapshot.changed_at:
+        return snapshot
+    place = int(np.searchsorted(snapshot.sequence, snapshot.changed_at))
+    start = max(0, place - LEVEL_ROWS)
+    rows = snapshot.rows[start:]
+    answers = champion.model.predict(rows) if len(rows) else np.zeros((0, 0), np.float32)
+    if not place or not len(rows) or not plausible(answers):
+        return snapshot
+    targets = dict(snapshot.targets)
+    for target, labels in snapshot.targets.items():
+        if f"{target}_p50" not in champion.model.outputs:
+            continue
+        predicted = answers[:, champion.model.outputs.index(f"{target}_p50")]
+        errors = np.log(labels[start:]) - np.log(predicted)
+        before, since = errors[: place - start], errors[place - start :]
+        before, since = before[np.isfinite(before)], since[np.isfinite(since)]
+        if min(len(before), len(since)) < LEVEL_MIN_ROWS:
+            continue
+        shift = np.float32(np.median(since) - np.median(before))
+        if abs(shift) < LEVEL_LEAST_LOG:
+            continue
+        targets[target] = np.concatenate([labels[:place] * np.exp(shift), labels[place:]])
+    return replace(snapshot, targets=targets)
 
 
 def _held_out(snapshot: Snapshot, fraction: float) -> dict[str, HeldOut]:
@@ -250,6 +287,7 @@ def warmed(snapshot: Snapshot, champion: Champion, options: CalibrationOptions) 
     """A calibrator that has seen the newest rows of a snapshot, in order of arrival."""
     calibrator = Calibrator(options, champion.version, champion.model.outputs)
     observe_rows(calibrator, champion, snapshot, max(0, len(snapshot) - WARM_UP_ROWS))
+    calibrator.mark()
     return calibrator
 
 

@@ -41,12 +41,13 @@ class Learner:
         options: CycleOptions,
         cadence: Cadence,
         *,
+        window_recent_rows: int = 8_000,
         window_bin_rows: int = 500,
         succession: SuccessionOptions | None = None,
     ) -> None:
         self.options = options
         self.cadence = cadence
-        self.window = SampleWindow(bin_rows=window_bin_rows)
+        self.window = SampleWindow(recent_rows=window_recent_rows, bin_rows=window_bin_rows)
         self.lengths = OutputLengths(options.calibration.output_rate)
         self.health = LabelHealth()
         self.champion: Champion | None = None
@@ -80,11 +81,18 @@ class Learner:
         rows: FloatMatrix = np.stack([taken.row for taken in batch])
         if self.champion is not None:
             _observe(self.champion.model, self.calibrator, self.succession.errors, rows, batch)
+            self._heed_change(self.calibrator)
         elif self.prior is not None:
             _observe(self.prior, self.calibrator, None, rows, batch)
         good = self.succession.good
         if good is not None:
             _observe(good.champion.model, good.calibrator, good.errors, rows, batch)
+
+    def _heed_change(self, calibrator: Calibrator) -> None:
+        """Where the calibrator has seen latencies become others, rows of before count for little from here on."""
+        if calibrator.changed_at is not None:
+            since = calibrator.samples - calibrator.changed_at
+            self.window.changed_at = max(self.window.changed_at, self.window.total - since)
 
     def restore(self, saved: Champion) -> bool:
         """Go on from a bundle that was published before; False where it is the champion already."""
@@ -111,6 +119,7 @@ class Learner:
         snapshot, good = self.window.snapshot(), self.succession.good
         if self.champion is not None:
             self.calibrator = warmed(snapshot, self.champion, self.options.calibration)
+            self._heed_change(self.calibrator)
         if good is not None:
             good.calibrator = warmed(snapshot, good.champion, self.options.calibration)
 
@@ -176,6 +185,9 @@ class Learner:
         self.succession.followed(self.champion, self.calibrator)
         since = self.window.snapshot(newer_than=snapshot.total)
         observe_rows(report.calibrator, report.champion, since, 0)
+        if self.calibrator is not None:
+            report.calibrator.inherit(self.calibrator)
+        self._heed_change(report.calibrator)
         self.champion, self.calibrator = report.champion, report.calibrator
         return True
 
@@ -211,6 +223,6 @@ def _observe(
     predictions, outputs = answers.tolist(), model.outputs
     for taken, predicted, backlog in zip(batch, predictions, backlog_tokens(rows).tolist(), strict=True):
         named = dict(zip(outputs, predicted, strict=True))
-        calibrator.observe(named, taken.targets, backlog, taken.sample.endpoint)
+        calibrator.observe(named, taken.targets, backlog, taken.sample.endpoint, taken.sample.prediction)
         if errors is not None:
             errors.observe(named, taken.targets)

@@ -33,8 +33,10 @@ class TrainerSettings(ServiceSettings):
     """Samples before the first fit of a pool that has no bundle."""
     min_samples_after_saved: Annotated[int, Field(ge=10, le=100_000)] = 100
     """Samples before the first fit where a saved bundle was loaded."""
+    window_recent_rows: Annotated[int, Field(ge=0, le=50_000)] = 8_000
+    """Newest rows kept whatever their bin."""
     window_bin_rows: Annotated[int, Field(ge=10, le=5_000)] = 500
-    """Rows kept per bin; there are 44 bins (KV-cache utilization by 10 % and unknown × prefix hit by 0.25)."""
+    """Older rows kept per bin; there are 44 bins (KV-cache utilization by 10 % and unknown × prefix hit by 0.25)."""
     half_life_samples: Annotated[float, Field(ge=10, le=1_000_000)] = 2_000.0
     """A row's weight halves with every so many newer samples."""
     weight_floor: Annotated[float, Field(ge=0.001, le=1)] = 0.02

@@ -25,7 +25,7 @@ from scipy.optimize import nnls
 from services.trainer.basis import Basis, basis_of, tree_matrix, tree_names
 from services.trainer.outliers import believed
 from services.trainer.prior import PriorBase, blend_share, prior_base, scale_of
-from services.trainer.window import Snapshot, held_out_rows
+from services.trainer.window import FEW_HELD_OUT, Snapshot, held_out_rows
 from shared.features import SCHEMA, FloatMatrix
 from shared.prediction import IN_RANGE, OUTPUTS, TARGETS
 from shared.prior import ModelSize
@@ -189,6 +189,10 @@ def split(snapshot: Snapshot, target: str, fraction: float) -> tuple[Positions, 
     """Positions to fit on and to hold out: the newest rows that have the target are held out (a split in time)."""
     known = snapshot.known(target)
     held = held_out_rows(len(known), fraction)
+    if snapshot.changed_at:
+        # Most of the few rows that show how things are now must teach.
+        since = int(np.count_nonzero(snapshot.sequence[known] >= snapshot.changed_at))
+        held = min(held, max(FEW_HELD_OUT, since // 4))
     return known[: len(known) - held], known[len(known) - held :]
 
 

@@ -76,7 +76,10 @@ class Trainer:
         self._clock = clock
         self._log = structlog.get_logger()
         self._learner = Learner(
-            settings.cycle_options(tensor), settings.cadence(), window_bin_rows=settings.window_bin_rows
+            settings.cycle_options(tensor),
+            settings.cadence(),
+            window_recent_rows=settings.window_recent_rows,
+            window_bin_rows=settings.window_bin_rows,
         )
         self._consumer = SampleConsumer(
             settings,
@@ -485,6 +488,7 @@ class Trainer:
             "window": {
                 "rows": len(window),
                 "taken": window.total,
+                "changed_at": window.changed_at,
                 "by_target": {target: window.known(target) for target in TARGETS},
                 **window.composition(),
             },

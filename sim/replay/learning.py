@@ -58,7 +58,12 @@ class Learning:
         if self.options.retrain_ms is not None:
             settings = settings.model_copy(update={"retrain_interval_ms": self.options.retrain_ms})
         self._intake = Intake(POOL, remembered=settings.remembered_ids)
-        self._learner = Learner(settings.cycle_options(), settings.cadence(), window_bin_rows=settings.window_bin_rows)
+        self._learner = Learner(
+            settings.cycle_options(),
+            settings.cadence(),
+            window_recent_rows=settings.window_recent_rows,
+            window_bin_rows=settings.window_bin_rows,
+        )
         self._fit: _Fit | None = None
         self._served: Champion | None = None
         self._compiled: CompiledCalibration | None = None

@@ -161,3 +161,63 @@ def test_a_pool_that_became_twenty_times_slower_is_followed():
         state.observe(RAW, {"ttft": 2000.0}, 100.0, "a")
     found = published(state)
     assert found.log_bias["ttft"] + found.endpoint_log_bias["ttft"]["a"] > 1.0
+
+
+def _drifting(calibrator, factors, *, endpoint="a", noise=0.1, seed=1):
+    """Samples whose actual latency is `factor` × the prediction of 100 ms, with noise."""
+    rng = np.random.default_rng(seed)
+    for factor in factors:
+        predicted = {"ttft_p50": 100.0, "ttft_p90": 120.0, "ttft_p99": 150.0}
+        actual = {"ttft": 100.0 * factor * float(np.exp(rng.normal(0, noise)))}
+        calibrator.observe(predicted, actual, 500.0, endpoint)
+
+
+def _bias(calibrator):
+    return calibrator.calibration("p", 1, 0.0, {}).log_bias["ttft"]
+
+
+def test_a_change_of_half_is_followed_within_forty_samples_and_noise_doesnt_hurry():
+    calibrator = Calibrator(CalibrationOptions(endpoint_rate=1e-6), "v", ("ttft_p50", "ttft_p90", "ttft_p99"))
+    _drifting(calibrator, [1.0] * 500)
+    assert abs(_bias(calibrator)) < 0.05
+    _drifting(calibrator, [1.5] * 40, seed=2)
+    assert _bias(calibrator) == pytest.approx(np.log(1.5), abs=0.1)
+
+
+def test_a_change_is_seen_with_about_where_it_began_and_steady_latencies_have_none():
+    calibrator = Calibrator(CalibrationOptions(), "v", ("ttft_p50", "ttft_p90", "ttft_p99"))
+    _drifting(calibrator, [1.0] * 3000, noise=0.15)
+    assert calibrator.changed_at is None
+    _drifting(calibrator, [1.5] * 100, noise=0.15, seed=2)
+    assert calibrator.changed_at == pytest.approx(3000, abs=50)
+
+
+def test_one_mad_label_is_no_change():
+    calibrator = Calibrator(CalibrationOptions(), "v", ("ttft_p50", "ttft_p90", "ttft_p99"))
+    _drifting(calibrator, [1.0] * 400)
+    before = _bias(calibrator)
+    _drifting(calibrator, [100.0])
+    assert _bias(calibrator) == pytest.approx(before, abs=0.01)
+    assert calibrator.changed_at is None
+
+
+def test_quantiles_are_judged_by_what_was_served_where_that_is_known():
+    outputs = ("ttft_p50", "ttft_p90", "ttft_p99")
+    plain, told = Calibrator(CalibrationOptions(), "v", outputs), Calibrator(CalibrationOptions(), "v", outputs)
+    predicted = {"ttft_p50": 100.0, "ttft_p90": 120.0, "ttft_p99": 150.0}
+    for calibrator, served in ((plain, None), (told, {"ttft_p90": 90.0})):
+        calibrator.observe(predicted, {"ttft": 100.0}, 500.0, "a", served)
+    offset = [c.calibration("p", 1, 0.0, {}).quantile_log_offset["ttft_p90"][1] for c in (plain, told)]
+    assert offset[0] < 0 < offset[1]
+
+
+def test_what_live_offsets_gathered_is_handed_on_and_what_a_warm_up_gathered_isnt():
+    outputs = ("ttft_p50", "ttft_p90", "ttft_p99")
+    before, after = Calibrator(CalibrationOptions(), "v", outputs), Calibrator(CalibrationOptions(), "w", outputs)
+    predicted = {"ttft_p50": 100.0, "ttft_p90": 120.0, "ttft_p99": 150.0}
+    before.observe(predicted, {"ttft": 500.0}, 500.0, "a")
+    before.mark()
+    before.observe(predicted, {"ttft": 100.0}, 500.0, "a", {"ttft_p90": 90.0})
+    after.inherit(before)
+    offsets = after.calibration("p", 1, 0.0, {}).quantile_log_offset
+    assert offsets["ttft_p90"] == pytest.approx([0, 0.045, 0, 0, 0])

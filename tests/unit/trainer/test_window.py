@@ -53,6 +53,28 @@ def test_the_newest_of_a_full_bin_stay_in_order_of_arrival():
     assert window.snapshot(newer_than=4).targets["e2e"].tolist() == [5.0]
 
 
+def test_the_newest_are_kept_whatever_their_bin_and_older_ones_move_into_bins():
+    window = SampleWindow(recent_rows=100, bin_rows=5)
+    window.add(row(kv=0.95), {"ttft": 900.0}, "rare")
+    for i in range(300):
+        window.add(row(kv=0.15), {"ttft": float(i + 1)}, "common")
+    snapshot = window.snapshot()
+    assert len(window) == len(snapshot) == 106
+    assert snapshot.endpoints[0] == "rare"
+    assert snapshot.rows[0].tolist() == row(kv=0.95).tolist()
+    assert snapshot.targets["ttft"][1:].tolist() == [float(i) for i in range(196, 301)]
+    assert window.composition()["kv_cache_utilization"]["0.1-0.2"] == 105
+
+
+def test_rows_of_before_a_change_weigh_less():
+    window = SampleWindow(recent_rows=10)
+    for _ in range(4):
+        window.add(row(), {"e2e": 1.0}, "a")
+    plain = window.snapshot().weights(half_life=1e9, floor=0.1)
+    window.changed_at = 3
+    assert window.snapshot().weights(half_life=1e9, floor=0.1) / plain == pytest.approx([0.3, 0.3, 1, 1])
+
+
 def test_an_unknown_target_is_counted_for_none():
     window = SampleWindow()
     window.add(row(), {"e2e": 5.0}, "a")
@@ -106,13 +128,16 @@ def test_composition_counts_every_row_once():
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=200), st.integers(1, 4))
-def test_it_never_outgrows_its_bins_and_never_reorders(points, bin_rows):
-    window = SampleWindow(bin_rows=bin_rows)
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=200), st.integers(1, 4), st.integers(0, 60))
+def test_it_never_outgrows_its_bins_and_never_reorders(points, bin_rows, recent_rows):
+    window = SampleWindow(recent_rows=recent_rows, bin_rows=bin_rows)
     for number, (kv, uncached) in enumerate(points, start=1):
         window.add(row(kv=kv, uncached=100 * uncached), {"e2e": float(number)}, "a")
     snapshot = window.snapshot()
-    assert len(window) == len(snapshot) <= BINS * bin_rows
+    assert len(window) == len(snapshot) <= BINS * bin_rows + recent_rows
+    newest = range(max(1, len(points) - recent_rows + 1), len(points) + 1)
+    assert set(newest) <= set(snapshot.sequence.tolist())
+    assert sum(window.composition()["prefix_hit_ratio"].values()) == len(window)
     assert (np.diff(snapshot.sequence) > 0).all()
     assert snapshot.targets["e2e"].tolist() == snapshot.sequence.astype(float).tolist()
     if points:
@@ -120,7 +145,8 @@ def test_it_never_outgrows_its_bins_and_never_reorders(points, bin_rows):
 
 
 @pytest.mark.parametrize(
-    ("count", "expected"), [(0, 0), (3, 0), (8, 2), (10, 2), (100, 25), (300, 30), (1000, 100), (50_000, 2000)]
+    ("count", "expected"),
+    [(0, 0), (3, 0), (8, 2), (10, 2), (100, 25), (300, 30), (1000, 100), (2900, 290), (50_000, 300)],
 )
 def test_a_tenth_is_held_out_but_at_least_a_few(count, expected):
     assert held_out_rows(count, 0.1) == expected
