@@ -306,7 +306,7 @@ def _goodput_gaps(grid: Grid, ours: str) -> dict[tuple[str, float, str], float]:
 def quick() -> list[dict[str, Any]]:
     """The named subset: scenarios A and D on four pods at 85 %, three policies."""
     return [
-        play(Cell(name, 0.85, QUICK_POOL, each, 1), rate, 700)
+        play(Cell(name, 0.85, QUICK_POOL, each, 1), rate, 450)
         for name, rate in QUICK_CAPACITY.items()
         for each in ("token-load", "lmetric", "leadtime")
     ]
