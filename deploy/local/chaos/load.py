@@ -133,6 +133,7 @@ class Receipts:
     endpoint: str
     rate_per_s: float
     acknowledged: set[str] = field(default_factory=set)
+    going: bool = True
     refused: int = 0
     """Answers that told the sender to come again."""
     rejected: int = 0
@@ -144,6 +145,8 @@ class Receipts:
             while waiting and await self._post(waiting[0]):
                 waiting.popleft()
             await asyncio.sleep(1.0 / self.rate_per_s)
+            while not self.going:  # noqa: ASYNC110 - the end of the run is near
+                await asyncio.sleep(0.1)
 
     async def _post(self, sample: LatencySample) -> bool:
         try:

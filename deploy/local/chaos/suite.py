@@ -280,8 +280,9 @@ class Suite:
 
     async def _trained(self) -> dict[str, Any]:
         """What the trainer has seen of the stream since its last start, once it has caught up."""
-        self._load.going = False
+        self._load.going = self._receipts.going = False
         await self._load.drained(30.0)
+        await asyncio.sleep(1.0)  # a post under way and the last entries: what is counted twice must stand still
         until_s = time.monotonic() + 20.0
         while True:
             await self._read_stream()
