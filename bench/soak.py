@@ -3,7 +3,8 @@
 Ext-proc streams are driven straight at a real router of a whole local stack, some under way at a time; each decision
 comes back with its metadata, as from Envoy, in an access-log entry to the real collector, and from there over JetStream
 to the trainer and the router again. One request in fifty is reset by its client. Prompts repeat (4,096 of them), so
-that bounded memories are full when the warm-up, the first fifth, is over.
+that bounded memories are full when the warm-up, the first fifth, is over. The stream drops its oldest at its own limit,
+so what is counted there is what was ever stored.
 
 `growth_ratio` is the resident memory at the end against the one after the warm-up (medians of a tenth of the run each),
 `descriptors_growth` that of open descriptors; both are only told of runs of 50,000 requests and more. `balance` holds
@@ -184,7 +185,7 @@ async def counts(http: aiohttp.ClientSession, stack: Stack) -> dict[str, int]:
     router, collector = await page(at.router_url), await page(at.collector_url)
     async with http.get(f"http://{LOOPBACK}:{at.nats_monitor}/jsz?streams=1") as response:
         account = ((await response.json()).get("account_details") or [{}])[0]
-    streams = {stream["name"]: stream["state"]["messages"] for stream in account.get("stream_detail", [])}
+    streams = {stream["name"]: stream["state"]["last_seq"] for stream in account.get("stream_detail", [])}
 
     def total(values: dict[str, float], begins: str) -> int:
         return int(sum(value for name, value in values.items() if name.startswith(begins)))
@@ -197,7 +198,7 @@ async def counts(http: aiohttp.ClientSession, stack: Stack) -> dict[str, int]:
         "collector_entries_accepted": total(collector, 'leadtime_collector_entries_total{reason="accepted"'),
         "collector_samples": total(collector, "leadtime_collector_samples_total{"),
         "collector_published": total(collector, 'leadtime_collector_published_total{fate="acknowledged"}'),
-        "stream_messages": int(streams.get(names.SAMPLES_STREAM, 0)),
+        "stream_stored": int(streams.get(names.SAMPLES_STREAM, 0)),
     }
 
 
