@@ -134,6 +134,12 @@ def test_a_warm_endpoint_is_used_while_it_is_worth_its_queue_and_left_when_it_is
 def test_the_faster_hardware_is_preferred_until_it_is_the_busier():
     pipeline = PROFILES.pipeline("leadtime")
     for fast_wait_ms, expected in ((0, 0), (150, 0), (400, 1)):
-        endpoints = candidates(2, uncached_tokens=[4000, 4000], pending_requests=[1, 0])
+        endpoints = candidates(
+            2,
+            hardware_class=[1, 2],
+            uncached_tokens=[4000, 4000],
+            pending_requests=[fast_wait_ms > 0, 0],
+            pending_uncached_tokens=[50 * fast_wait_ms, 0],
+        )
         decision = pipeline.run(context(endpoints, prediction(ttft_p50=[80 + fast_wait_ms, 280])))
         assert decision.order[0] == expected

@@ -7,7 +7,7 @@ distance: the replay measures that.
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from tests.unit.router.scheduling.builders import candidates, context, predictio
 
 BLOCK = 16
 FAST, SLOW = HARDWARE["llama-8b-h100"], HARDWARE["llama-8b-a100"]
+HARDWARE_CLASSES = [1, 1, 2, 2]
 SLO = Slo(ttft_ms=1000, tpot_ms=40)
 PROFILES = Profiles(load_presets(Registry()))
 
@@ -114,6 +115,7 @@ def simulate(pipeline: Pipeline, arrivals: list[tuple[float, EngineRequest]]) ->
         views = list(zip(*(server.view(request, now_ms) for server in servers), strict=True))
         endpoints = candidates(
             len(servers),
+            hardware_class=HARDWARE_CLASSES,
             uncached_tokens=views[0],
             pending_uncached_tokens=views[1],
             pending_requests=views[2],
@@ -144,11 +146,16 @@ def simulate(pipeline: Pipeline, arrivals: list[tuple[float, EngineRequest]]) ->
     ("question_tokens", "rate_per_s"), [(30, 60.0), (3000, 18.0)], ids=["short questions", "long questions"]
 )
 def test_leadtime_beats_round_robin_clearly_and_load_prefix_never_loses_to_it(question_tokens, rate_per_s):
-    arrivals = workload(1, 300, rate_per_s, question_tokens)
+    loads = [workload(seed, 300, rate_per_s, question_tokens) for seed in (1, 2, 3)]
     ours, turns, heuristic = (
-        simulate(PROFILES.pipeline(name), arrivals) for name in ("leadtime", "round-robin", "load-prefix")
+        mean([simulate(PROFILES.pipeline(name), arrivals) for arrivals in loads])
+        for name in ("leadtime", "round-robin", "load-prefix")
     )
-    assert ours.ttft_p90_ms <= 0.9 * turns.ttft_p90_ms
+    assert ours.ttft_p90_ms <= 0.95 * turns.ttft_p90_ms
     assert ours.ttft_p90_ms <= heuristic.ttft_p90_ms
     assert ours.tpot_p90_ms <= 0.85 * min(turns.tpot_p90_ms, heuristic.tpot_p90_ms)
     assert ours.goodput >= max(turns.goodput, heuristic.goodput)
+
+
+def mean(results: list[Result]) -> Result:
+    return Result(*np.mean([astuple(result) for result in results], axis=0).tolist())
