@@ -141,7 +141,7 @@ async def test_a_server_s_word_corrects_the_index(listening: Listening) -> None:
         assert listening.matched() == [0.0, 8.0]
 
 
-@pytest.mark.parametrize("listening", [None], indirect=True)
+@pytest.mark.parametrize("listening", [None], indirect=True, ids=["no replay"])
 async def test_a_gap_without_replay_makes_the_server_s_word_void(listening: Listening) -> None:
     async with kv_publisher(listening.address, f"kv@{A}@m") as publisher:
         await connected(publisher, listening)
@@ -156,7 +156,7 @@ async def test_a_gap_without_replay_makes_the_server_s_word_void(listening: List
 REPLAY_PORT = free_port()
 
 
-@pytest.mark.parametrize("listening", [REPLAY_PORT], indirect=True)
+@pytest.mark.parametrize("listening", [REPLAY_PORT], indirect=True, ids=["replay"])
 async def test_a_gap_is_filled_by_a_replay(listening: Listening) -> None:
     async with kv_publisher(listening.address, f"kv@{A}@m", REPLAY_PORT) as publisher:
         await connected(publisher, listening)
@@ -171,7 +171,7 @@ async def test_a_gap_is_filled_by_a_replay(listening: Listening) -> None:
         assert listening.matched() == [12.0, 0.0]
 
 
-@pytest.mark.parametrize("listening", [REPLAY_PORT], indirect=True)
+@pytest.mark.parametrize("listening", [REPLAY_PORT], indirect=True, ids=["replay"])
 async def test_who_listens_late_asks_for_the_beginning(listening: Listening) -> None:
     async with kv_publisher(listening.address, f"kv@{A}@m", REPLAY_PORT) as publisher:
         await connected(publisher, listening)
@@ -181,7 +181,7 @@ async def test_who_listens_late_asks_for_the_beginning(listening: Listening) -> 
         assert listening.blocks == 4
 
 
-@pytest.mark.parametrize("listening", [free_port()], indirect=True)
+@pytest.mark.parametrize("listening", [free_port()], indirect=True, ids=["replay"])
 async def test_a_replay_that_nobody_answers_holds_nobody_up_for_long(listening: Listening) -> None:
     async with kv_publisher(listening.address, f"kv@{A}@m") as publisher:
         await connected(publisher, listening)
