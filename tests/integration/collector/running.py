@@ -10,6 +10,7 @@ import grpc
 import httpx
 import nats
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
+from nats.js.errors import NotFoundError
 
 from services.collector.entry import AccessLogEntry
 from services.collector.main import build
@@ -100,6 +101,17 @@ async def stored(url: str) -> list[tuple[str, LatencySample]]:
             assert message.data is not None
             found.append(((message.headers or {}).get(names.DEDUP_HEADER, ""), decode_sample(message.data)))
         return found
+    finally:
+        await client.close()
+
+
+async def stored_count(url: str) -> int:
+    """Messages in the stream; 0 while nobody has made it."""
+    client = await nats.connect(url)
+    try:
+        return int((await client.jetstream().stream_info(names.SAMPLES_STREAM)).state.messages)
+    except NotFoundError:
+        return 0
     finally:
         await client.close()
 
