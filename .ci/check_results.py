@@ -110,6 +110,12 @@ def bench_stream(result: Mapping[str, Any]) -> list[str]:
             for size in ("1", "8", "64")
         },
         **{f"body_us_per_kb.{shape}": result["body_us_per_kb"][shape] for shape in ("buffered", "full_duplex")},
+        **{
+            f"body_us_per_kb_by_range.{name}.{shape}.{part}": by_shape[shape][part]
+            for name, by_shape in result["body_us_per_kb_by_range"].items()
+            for shape in ("buffered", "full_duplex")
+            for part in ("total", "transport")
+        },
     }
     faults = [f"{name} is {value}" for name, value in figures.items() if not positive(value)]
     per_token = result["access_log"]["python_us_per_token"]

@@ -3,7 +3,9 @@ ways of a completion, and the first-content script in Envoy per stream.
 
 A real router process with a predictor and a bundle is driven straight with ext-proc streams, as Envoy sends them:
 `buffered` (the body as one message) and `full_duplex` (the body in chunks of 64 KB, and back). Its own CPU time is
-read from the kernel, less what it uses when idle. `response_stream_cost.py` has the parts about responses.
+read from the kernel, less what it uses when idle. A bare server beside it, which only receives and sends
+(`bare_extproc.py`), says how much of a KB of body is gRPC's and the kernel's. `response_stream_cost.py` has the parts
+about responses.
 
     python -m bench.stream [--quick] [--json FILE]
 """
@@ -21,8 +23,10 @@ from typing import Any, Final, get_args
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 import httpx
+import psutil
 import uvloop
 
+from bench.bare_extproc import bare_server
 from bench.response_stream_cost import (
     lua_us_per_stream,
     observer_us_per_token,
@@ -34,8 +38,8 @@ from deploy.local.stack import Stack
 from sim.extproc_client import ExtProcClient, Shape
 
 SIZES_KB: Final = (1, 8, 64)
-MIDDLE_KB: Final = 1_024
-LARGE_KB: Final = 5_120
+LARGER_KB: Final = (1_024, 5_120)
+_RANGE_ENDS_KB: Final = (64, *LARGER_KB)
 _CANDIDATES: Final = 4
 _IN_FLIGHT: Final = 8
 
@@ -61,23 +65,50 @@ async def drive(address: str, shape: Shape, size_kb: int, seconds: float) -> int
     return done
 
 
-async def decision_us(seconds: float) -> dict[tuple[Shape, int], float]:
-    """CPU µs of the router per decision, by shape and body size in KB."""
-    async with idling_router(_CANDIDATES, seconds) as (stack, _, router, idle_share):
+Costs = dict[tuple[Shape, int], float]
+"""CPU µs per decision, by shape and body size in KB."""
+
+
+async def decision_us(seconds: float) -> tuple[Costs, Costs]:
+    """Of the router, and, for the larger bodies, of a server that only receives and sends."""
+    async with idling_router(_CANDIDATES, seconds) as (stack, _, router, idle_share), bare_server() as (bare, process):
         address = f"127.0.0.1:{stack.addresses.router_extproc}"
-        spent: dict[tuple[Shape, int], float] = {}
-        count: dict[tuple[Shape, int], int] = {}
-        for _ in range(3):  # turn about, so that a busy moment hits both shapes
-            for size in (*SIZES_KB, MIDDLE_KB, LARGE_KB):
+        decided, transported = _Meter(address, router, idle_share), _Meter(bare, process, 0.0)
+        for _ in range(3):  # turn about, so that a busy moment hits all alike
+            for size in (*SIZES_KB, *LARGER_KB):
                 for shape in get_args(Shape):
-                    await drive(address, shape, size, 0.1)
-                    before, wall = used_s(router), time.monotonic()
-                    done = await drive(address, shape, size, seconds / 3)
-                    used = used_s(router) - before - idle_share * (time.monotonic() - wall)
-                    key = (shape, size)
-                    spent[key] = spent.get(key, 0.0) + used
-                    count[key] = count.get(key, 0) + done
-    return {key: spent[key] / count[key] * 1e6 for key in spent}
+                    await decided.drive(shape, size, seconds / 3)
+                    if size in _RANGE_ENDS_KB:
+                        await transported.drive(shape, size, seconds / 3)
+    return decided.costs(), transported.costs()
+
+
+class _Meter:
+    """Drives one server, and sums up what its process spends."""
+
+    def __init__(self, address: str, process: psutil.Process, idle_share: float) -> None:
+        self._address = address
+        self._process = process
+        self._idle_share = idle_share
+        self._spent: Costs = {}
+        self._count: dict[tuple[Shape, int], int] = {}
+
+    async def drive(self, shape: Shape, size_kb: int, seconds: float) -> None:
+        await drive(self._address, shape, size_kb, 0.1)
+        before, wall = used_s(self._process), time.monotonic()
+        done = await drive(self._address, shape, size_kb, seconds)
+        used = used_s(self._process) - before - self._idle_share * (time.monotonic() - wall)
+        key = (shape, size_kb)
+        self._spent[key] = self._spent.get(key, 0.0) + used
+        self._count[key] = self._count.get(key, 0) + done
+
+    def costs(self) -> Costs:
+        return {key: self._spent[key] / self._count[key] * 1e6 for key in self._spent}
+
+
+def per_kb(cost: Costs, low: int, high: int) -> dict[Shape, float]:
+    """µs that a KB more costs, between two sizes."""
+    return {shape: (cost[shape, high] - cost[shape, low]) / (high - low) for shape in get_args(Shape)}
 
 
 async def messages_per_token(stack: Stack, http: httpx.AsyncClient) -> float:
@@ -123,15 +154,21 @@ async def responses(*, quick: bool) -> tuple[dict[str, float], float]:
 
 async def measure(*, quick: bool) -> dict[str, Any]:
     """The benchmark's one JSON object. `body_us_per_kb`: what a KB more costs, between 64 KB and 5 MB; by halves beside
-    it, which says whether that stays flat.
+    it, which says whether that stays flat, with the part that a server pays which only receives and sends.
     """
-    cost = await decision_us(1.0 if quick else 6.0)
+    cost, bare = await decision_us(0.75 if quick else 6.0)
     shapes = get_args(Shape)
-    per_kb = {shape: (cost[shape, LARGE_KB] - cost[shape, 64]) / (LARGE_KB - 64) for shape in shapes}
-    halves = {
-        f"{low}-{high}": {shape: round((cost[shape, high] - cost[shape, low]) / (high - low), 2) for shape in shapes}
-        for low, high in ((64, MIDDLE_KB), (MIDDLE_KB, LARGE_KB))
-    }
+    halves = {}
+    for low, high in itertools.pairwise(_RANGE_ENDS_KB):
+        total, transport = per_kb(cost, low, high), per_kb(bare, low, high)
+        halves[f"{low}-{high}"] = {
+            shape: {
+                "total": round(total[shape], 2),
+                "transport": round(transport[shape], 2),
+                "own": round(total[shape] - transport[shape], 2),
+            }
+            for shape in shapes
+        }
     seen, messages = await responses(quick=quick)
     script = await lua_us_per_stream(rounds=5 if quick else 12)
     return {
@@ -148,7 +185,9 @@ async def measure(*, quick: bool) -> dict[str, Any]:
             "restoring_us_per_token": round(restoring_us_per_token(), 3),
         },
         "decision_us": {shape: {str(size): round(cost[shape, size], 1) for size in SIZES_KB} for shape in shapes},
-        "body_us_per_kb": {shape: round(value, 2) for shape, value in per_kb.items()},
+        "body_us_per_kb": {
+            shape: round(value, 2) for shape, value in per_kb(cost, _RANGE_ENDS_KB[0], _RANGE_ENDS_KB[-1]).items()
+        },
         "body_us_per_kb_by_range": halves,
     }
 

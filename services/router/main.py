@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from services.router.admin import admin_app
 from services.router.admission.exposition import WaitingRoomCollector
 from services.router.alias_file import alias_table
+from services.router.allocator import keep_freed_memory
 from services.router.director import Director, DirectorOptions
 from services.router.discovery.build import feed, sources
 from services.router.discovery.follow import Discovery
@@ -54,6 +55,7 @@ _ENDPOINT: Final = "endpoint"
 
 def main() -> int:
     """Run until SIGTERM; returns the exit status."""
+    keep_freed_memory()
     return run("router", RouterSettings, build)
 
 

@@ -13,6 +13,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import orjson
 
 from services.router.request.errors import InvalidRequest, RejectReason
@@ -181,7 +182,10 @@ def _add_content(pieces: _Pieces, content: Any, field: str) -> None:
 def _json(value: Any, field: str) -> str:
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
-    except orjson.JSONEncodeError:  # the encoder's own limit of 254 levels
+    except orjson.JSONEncodeError as error:
+        if "64-bit" in str(error):  # an integer that JSON allows, and this encoder doesn't
+            return msgspec.json.encode(value, order="sorted").decode()
+        # The encoder's own limit of 254 levels.
         raise InvalidRequest(
             f"{field}: nested more than 250 levels deep", RejectReason.BODY_TOO_COMPLEX, param=field
         ) from None

@@ -1,15 +1,19 @@
 """One stream through edge, conductor and state: how often work is done, what a hint allows, what a fault costs."""
 
+import gzip
 import time
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 
 from services.router.request import parse
 from sim.extproc_client import body_message, chunked, headers_message, read_answer
-from tests.unit.router.edge import ADDRESSES, Edge, FakeContext, Fault
+from tests.unit.router.edge import ADDRESSES, ALIAS, Edge, FakeContext, Fault
 
 Mode = processing_mode_pb2.ProcessingMode
 CAP = 8_000_000
@@ -17,13 +21,13 @@ GET = {":method": "GET", ":path": "/v1/models"}
 POST = {":method": "POST", ":path": "/v1/chat/completions"}
 
 
-def chat(size: int) -> bytes:
-    return orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "word " * (size // 5)}]})
+def chat(size: int, model: str = "m") -> bytes:
+    return orjson.dumps({"model": model, "messages": [{"role": "user", "content": "word " * (size // 5)}]})
 
 
-def duplex(body: bytes, chunk: int = 65_536) -> list[Any]:
+def duplex(body: bytes, chunk: int = 65_536, headers: Mapping[str, str] | None = None) -> list[Any]:
     mode = Mode.FULL_DUPLEX_STREAMED
-    head = headers_message(POST, body_mode=mode, response_body_mode=mode)
+    head = headers_message({**POST, **(headers or {})}, body_mode=mode, response_body_mode=mode)
     return [head, *(body_message(part, end_of_stream=end) for part, end in chunked(body, chunk))]
 
 
@@ -33,22 +37,39 @@ def echoed(context: FakeContext) -> bytes:
     )
 
 
-async def test_the_body_is_parsed_once_in_however_many_chunks_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = []
+@pytest.mark.parametrize("size", [100_000, 3_000_000])
+@pytest.mark.parametrize("form", ["plain", "gzip", "alias"])
+async def test_the_body_is_parsed_once_in_whatever_form_and_chunks_it_came(
+    monkeypatch: pytest.MonkeyPatch, size: int, form: str
+) -> None:
+    """By either decoder. Where an alias is replaced, its place is looked up in the bytes beside that."""
+    parsed: list[int] = []
 
-    class Counting:
-        JSONDecodeError = orjson.JSONDecodeError
-
-        @staticmethod
-        def loads(data: bytes) -> Any:
+    def counting(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+        def counted(data: bytes) -> Any:
             parsed.append(len(data))
-            return orjson.loads(data)
+            return decode(data)
 
-    monkeypatch.setattr(parse, "orjson", Counting)
-    body = chat(100_000)
-    for sequence in (duplex(body, 1_000), [headers_message(POST), body_message(body)]):
-        await Edge(CAP).play(FakeContext(sequence))
-    assert parsed == [len(body)] * 2
+        return counted
+
+    small = SimpleNamespace(loads=counting(orjson.loads), JSONDecodeError=orjson.JSONDecodeError)
+    large = SimpleNamespace(
+        json=SimpleNamespace(decode=counting(msgspec.json.decode)), MsgspecError=msgspec.MsgspecError
+    )
+    monkeypatch.setattr(parse, "orjson", small)
+    monkeypatch.setattr(parse, "msgspec", large)
+    plain = chat(size, model=ALIAS if form == "alias" else "m")
+    body = gzip.compress(plain, 1) if form == "gzip" else plain
+    headers = {"content-encoding": "gzip"} if form == "gzip" else {}
+    for sequence in (
+        duplex(body, 1_000, headers),
+        duplex(body, 65_536, headers),
+        [headers_message({**POST, **headers}), body_message(body)],
+    ):
+        context = FakeContext(sequence)
+        await Edge(CAP, decision_budget_ms=1_000.0).play(context)
+        assert read_answer(context.written[-1] if len(sequence) == 2 else context.written[0]).destinations
+    assert parsed == [len(plain)] * 3
 
 
 async def test_ten_times_the_body_takes_no_more_than_ten_times_the_work() -> None:
