@@ -4,6 +4,7 @@
 #   make up      the same in front of your own servers   ENDPOINTS="http://host:8000;hardware_class=h100 …"
 #                PORT=8080 PROFILE=leadtime API=http://host:port ROUTERS=1
 #   make test    every test          make check   format, lint, types, imports, unit tests
+#   make deploy-test   what deploy/ holds: Kubernetes manifests, rendered, checked and driven (CRDs: LEADTIME_CRDS)
 #   make test-tensor   the tensor rendering with Hummingbird and PyTorch, in .venv/tensor
 #   make fuzz    200,000 raw ext-proc streams, some minutes   CASES=…
 #   make chaos   parts die, freeze and restart under load; a table of what that cost   SHORT=1 JSON=file
@@ -30,7 +31,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up chaos soak test test-tensor check fuzz lock bench bench-full bench-model clean
+.PHONY: help setup demo up chaos soak test test-tensor deploy-test manifests-test check fuzz lock bench bench-full bench-model clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,2\}//p' Makefile
@@ -49,6 +50,17 @@ test: $(VENV)/.dev
 
 test-tensor: $(TENSOR)/.done
 	$(TENSOR)/bin/python -m pytest -q tests/tensor
+
+deploy-test: manifests-test
+
+# Kinds that Kubernetes doesn't have by itself are checked by their CRDs, which the project doesn't have: CI must.
+CRDS := $(or $(LEADTIME_CRDS),../shared/deploy-crds)
+WITHOUT_CRDS := $(if $(wildcard $(CRDS))$(filter true,$(CI)),,-m 'not crds')
+manifests-test: export LEADTIME_CRDS := $(abspath $(CRDS))
+manifests-test: $(VENV)/.dev
+	@$(if $(WITHOUT_CRDS),echo "no CRDs at $(CRDS): the checks by them are left out",:)
+	$(PYTEST) -n $(WORKERS) --dist loadfile $(WITHOUT_CRDS) tests/manifests || { [ $$? -eq 1 ] && \
+	  $(PYTEST) -vv --last-failed --last-failed-no-failures none $(WITHOUT_CRDS) tests/manifests; }
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -34,6 +34,7 @@ Worth watching in Envoy's own stats: `http.ingress.ext_proc.{streams_started,fai
 """
 
 import ipaddress
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -143,6 +144,11 @@ class EnvoyConfig:
     """Bearer token of the access-log stream; collectors beyond loopback want one."""
     router_token: str | None = None
     """Bearer token of the ext-proc calls; routers beyond loopback want one."""
+    collector_token_variable: str | None = None
+    """In place of the token itself: the variable of Envoy's own environment that holds it, so that a rendered file is
+    no secret."""
+    router_token_variable: str | None = None
+    """The same for the ext-proc calls."""
     body_limit_bytes: int = DEFAULT_MAX_BODY_BYTES
     """Largest request body: BUFFERED holds it whole. Above it the client gets a 413. Give it by `of_router`."""
     restored_routes: tuple[str, ...] = ()
@@ -163,6 +169,14 @@ class EnvoyConfig:
             raise FieldError("completions", self.completions, "with the shape full_duplex and without collectors")
         if not is_loopback(self.admin.host):
             raise FieldError("admin", self.admin.host, "a loopback address")
+        for service in ("router", "collector"):
+            variable = getattr(self, f"{service}_token_variable")
+            if variable is None:
+                continue
+            if getattr(self, f"{service}_token") is not None:
+                raise FieldError(f"{service}_token_variable", variable, f"none beside {service}_token")
+            if re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable) is None:
+                raise FieldError(f"{service}_token_variable", f"'{variable[:32]}'", "A-Z, 0-9 and _")
         if not 1024 <= self.body_limit_bytes < 2**32:
             raise FieldError("body_limit_bytes", str(self.body_limit_bytes), "1024 to 4294967295 bytes")
 
@@ -368,7 +382,7 @@ def _ext_proc(config: EnvoyConfig) -> dict[str, Any]:
         "extensions.filters.http.ext_proc.v3.ExternalProcessor",
         grpc_service={
             "envoy_grpc": {"cluster_name": _PICKER},
-            **_bearer(config.router_token),
+            **_bearer(config.router_token or _variable(config.router_token_variable)),
             # A router that has just died costs no request while another is left (measured: one in full duplex without).
             "retry_policy": {
                 "retry_on": "connect-failure,refused-stream,reset-before-request",
@@ -395,6 +409,11 @@ def _ext_proc(config: EnvoyConfig) -> dict[str, Any]:
 def _bearer(token: str | None) -> dict[str, Any]:
     """What a gRPC service is sent beside its messages."""
     return {} if token is None else {"initial_metadata": [{"key": "authorization", "value": f"Bearer {token}"}]}
+
+
+def _variable(name: str | None) -> str | None:
+    """Envoy's word for a variable of its own environment."""
+    return None if name is None else f"%ENVIRONMENT({name})%"
 
 
 def _label_filters() -> list[dict[str, Any]]:
@@ -597,7 +616,9 @@ def _collector_cluster(config: EnvoyConfig) -> dict[str, Any]:
     return {
         "name": _COLLECTOR,
         **_membership(_COLLECTOR, members, config.collectors),
-        **_grpc_cluster(_ACCESS_LOG_SERVICE, _Watch(ping_s=5.0, ping_timeout_s=2.0)),
+        **_grpc_cluster(
+            _ACCESS_LOG_SERVICE, _Watch(ping_s=5.0, ping_timeout_s=2.0), _variable(config.collector_token_variable)
+        ),
         "load_balancing_policy": _policies(_typed("extensions.load_balancing_policies.round_robin.v3.RoundRobin")),
     }
 
@@ -619,8 +640,12 @@ class _Watch:
     failures: int = 2
 
 
-def _grpc_cluster(health_service: str, watch: _Watch) -> dict[str, Any]:
-    """HTTP/2 with keep-alive, gRPC health checks of one service name, and no limit that a busy hour would meet."""
+def _grpc_cluster(health_service: str, watch: _Watch, token: str | None = None) -> dict[str, Any]:
+    """HTTP/2 with keep-alive, gRPC health checks of one service name, and no limit that a busy hour would meet.
+
+    `token` is put on each call by the cluster: the access log's own `initial_metadata` is sent as it is written.
+    """
+    options: dict[str, Any] = {} if token is None else {"http_filters": _bearer_filters(token)}
     return {
         "connect_timeout": "0.25s",
         "circuit_breakers": _no_limits(),
@@ -640,9 +665,28 @@ def _grpc_cluster(health_service: str, watch: _Watch) -> dict[str, Any]:
                 "http2_protocol_options": {
                     "connection_keepalive": {"interval": _s(watch.ping_s), "timeout": _s(watch.ping_timeout_s)}
                 }
-            }
+            },
+            **options,
         ),
     }
+
+
+def _bearer_filters(token: str) -> list[dict[str, Any]]:
+    """A cluster's own filters: the credential, then the codec, which has to be there."""
+    header = {"header": {"key": "authorization", "value": f"Bearer {token}"}}
+    mutation = {"append": {**header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}}
+    return [
+        _named(
+            "envoy.filters.http.header_mutation",
+            _typed(
+                "extensions.filters.http.header_mutation.v3.HeaderMutation", mutations={"request_mutations": [mutation]}
+            ),
+        ),
+        _named(
+            "envoy.filters.http.upstream_codec",
+            _typed("extensions.filters.http.upstream_codec.v3.UpstreamCodec"),
+        ),
+    ]
 
 
 def _membership(cluster: str, members: list[dict[str, Any]], addresses: Sequence[Address]) -> dict[str, Any]:

@@ -19,7 +19,9 @@ class CollectorSettings(ServiceSettings):
     als_port: Port = 0
     """0 takes a free port; the service logs which."""
     als_token: SecretStr | None = None
-    """Bearer token of access-log streams; needed when `als_host` isn't loopback."""
+    """Bearer token of access-log streams; beyond loopback it is needed, or `als_open`."""
+    als_open: bool = False
+    """Whether anyone who reaches that port may send: only where a mesh or a network policy guards it."""
     als_max_streams: Annotated[int, Field(ge=1, le=100_000)] = 1024
     """Concurrent access-log streams: one per Envoy worker. More are refused."""
     als_stream_age_s: Annotated[float, Field(ge=1, le=86_400)] = 30.0
@@ -49,6 +51,6 @@ class CollectorSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _guarded_beyond_loopback(self) -> Self:
-        if not is_loopback(self.als_host) and self.als_token is None:
-            raise ValueError("als_token is needed: als_host isn't loopback")
+        if not is_loopback(self.als_host) and self.als_token is None and not self.als_open:
+            raise ValueError("als_token or als_open is needed: als_host isn't loopback")
         return self

@@ -4,7 +4,7 @@ Pods come and go at once: one that is being deleted is listed no longer from the
 another pod behind it is another endpoint. An InferencePool that is deleted lists nothing; one that can't be read keeps
 what it said. InferenceObjective and InferenceModelRewrite (`llm-d.ai/v1alpha2`) are read where they are installed.
 
-Needs: get, list and watch of pods; of inferencepools; of inferenceobjectives and inferencemodelrewrites where wanted.
+Needs: list and watch of pods; for a pool also of inferencepools, inferenceobjectives and inferencemodelrewrites.
 """
 
 import asyncio

@@ -23,6 +23,12 @@ def test_beyond_loopback_access_logs_need_a_token(monkeypatch: pytest.MonkeyPatc
     assert load(CollectorSettings).als_host == "0.0.0.0"
 
 
+def test_a_port_that_others_guard_needs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEADTIME_COLLECTOR_ALS_HOST", "0.0.0.0")
+    monkeypatch.setenv("LEADTIME_COLLECTOR_ALS_OPEN", "true")
+    assert load(CollectorSettings).als_token is None
+
+
 def test_a_typo_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEADTIME_COLLECTOR_ALS_PROT", "9000")
     with pytest.raises(ConfigurationError, match="LEADTIME_COLLECTOR_ALS_PROT"):

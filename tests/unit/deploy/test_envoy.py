@@ -53,12 +53,23 @@ def cluster(bootstrap: dict[str, Any], name: str) -> dict[str, Any]:
         {"api": ()},
         {"endpoints": (Address("model.example", 80),)},
         {"collector_token": "secret"},
+        {"collector_token_variable": "ALS_TOKEN", "router_token_variable": "EXTPROC_TOKEN"},
         {"shape": "full_duplex"},
         {"router_tls": True},
         {"restored_routes": ("/v1/chat/", "/team/")},
         {"shape": "full_duplex", "completions": "response_stream", "collectors": ()},
     ],
-    ids=["addresses", "no api", "names", "token", "full duplex", "TLS to routers", "restored routes", "no log"],
+    ids=[
+        "addresses",
+        "no api",
+        "names",
+        "token",
+        "tokens of the environment",
+        "full duplex",
+        "TLS to routers",
+        "restored routes",
+        "no log",
+    ],
 )
 def test_envoy_accepts_the_config(tmp_path: Path, changes: dict[str, Any]) -> None:
     file = tmp_path / "envoy.json"
@@ -309,3 +320,24 @@ def _spoil(node: Any) -> None:
         node["spoilt"] = True
     else:
         node.append("spoilt")
+
+
+def test_a_token_can_stay_in_envoy_s_own_environment() -> None:
+    """The access log's own metadata would be sent as written, so there the cluster puts it on."""
+    rendered = render(config(collector_token_variable="ALS_TOKEN", router_token_variable="EXTPROC_TOKEN"))
+    ext_proc = manager(rendered)["http_filters"][0]["typed_config"]["grpc_service"]
+    assert ext_proc["initial_metadata"] == [{"key": "authorization", "value": "Bearer %ENVIRONMENT(EXTPROC_TOKEN)%"}]
+    log = manager(rendered)["access_log"][0]["typed_config"]["common_config"]["grpc_service"]
+    assert "initial_metadata" not in log
+    (options,) = cluster(rendered, "collector")["typed_extension_protocol_options"].values()
+    (mutation,) = options["http_filters"][0]["typed_config"]["mutations"]["request_mutations"]
+    assert mutation["append"]["header"] == {"key": "authorization", "value": "Bearer %ENVIRONMENT(ALS_TOKEN)%"}
+    assert options["http_filters"][-1]["name"] == "envoy.filters.http.upstream_codec"
+
+
+@pytest.mark.parametrize("service", ["router", "collector"])
+def test_a_token_comes_from_one_place(service: str) -> None:
+    with pytest.raises(FieldError, match=f"{service}_token_variable"):
+        config(**{f"{service}_token": "t", f"{service}_token_variable": "TOKEN"})
+    with pytest.raises(FieldError, match=f"{service}_token_variable"):
+        config(**{f"{service}_token_variable": "not a name"})
