@@ -41,6 +41,8 @@ _DRAIN_POLL_S: Final = 0.05
 _PREFIXES: Final = tuple(
     f"LEADTIME_{block}_" for block in ("ROUTER", "COLLECTOR", "TRAINER", "PREDICTOR", "NATS", "STREAM", "REDIS", "LOG")
 )
+_OTHERS: Final = frozenset({"LEADTIME_DATA", "LEADTIME_CRDS", "LEADTIME_FUZZ_CASES"})
+"""Of benchmarks and checks: no service's, and no typo."""
 # Stopped in this order: first what takes requests in, last what the others write to.
 _TIER_EDGE, _TIER_SERVICES, _TIER_STORES = 0, 1, 2
 
@@ -262,7 +264,9 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     return [
         f"{variable}: no such setting; allowed: {', '.join(f'{prefix}…' for prefix in _PREFIXES)}"
         for variable in sorted(environment)
-        if variable.upper().startswith("LEADTIME_") and not variable.upper().startswith(_PREFIXES)
+        if variable.upper().startswith("LEADTIME_")
+        and not variable.upper().startswith(_PREFIXES)
+        and variable.upper() not in _OTHERS
     ]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import os
 import subprocess
 import sysconfig
 import tempfile
@@ -139,15 +140,20 @@ def overlay(name: str) -> Overlay:
 @functools.cache
 def with_components(name: str, components: tuple[str, ...]) -> Overlay:
     """An overlay with components on top, as a user's own kustomization would name them."""
-    with tempfile.TemporaryDirectory(dir=K8S / "overlays", prefix=".test-") as folder:
+    with tempfile.TemporaryDirectory(prefix="leadtime-test-") as folder:
+        here = Path(folder).resolve()
+
+        def there(place: Path) -> str:
+            return os.path.relpath(place, here)  # kustomize takes no absolute paths
+
         kustomization = {
             "apiVersion": "kustomize.config.k8s.io/v1beta1",
             "kind": "Kustomization",
-            "resources": [f"../{name}"],
-            "components": [f"../../components/{component}" for component in components],
+            "resources": [there(K8S / "overlays" / name)],
+            "components": [there(K8S / "components" / component) for component in components],
         }
-        (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-        return Overlay(f"{name}+{'+'.join(components)}", kustomize(Path(folder)))
+        (here / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        return Overlay(f"{name}+{'+'.join(components)}", kustomize(here))
 
 
 STACKS: tuple[tuple[str, ...], ...] = (

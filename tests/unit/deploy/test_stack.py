@@ -114,6 +114,11 @@ def test_a_variable_of_no_service_is_a_fault_and_those_of_the_services_are_left_
     assert fault.startswith("LEADTIME_TRAINR_POOL: no such setting; allowed: LEADTIME_ROUTER_…, ")
 
 
+def test_variables_of_benchmarks_and_checks_are_no_typo() -> None:
+    """A machine that says where the public data lies may run a stack."""
+    assert unknown_variables({"LEADTIME_DATA": "x", "LEADTIME_CRDS": "x", "LEADTIME_FUZZ_CASES": "1"}) == []
+
+
 def test_a_user_s_setting_that_the_stack_replaces_is_named() -> None:
     given = {"LEADTIME_REDIS_URL": "redis://mine", "LEADTIME_ROUTER_PROFILE": "leadtime", "OMP_NUM_THREADS": "8"}
     common = {"LEADTIME_REDIS_URL": "redis://127.0.0.1:1", "OMP_NUM_THREADS": "1"}
