@@ -4,7 +4,9 @@
 #   make up      the same in front of your own servers   ENDPOINTS="http://host:8000;hardware_class=h100 …"
 #                PORT=8080 PROFILE=leadtime API=http://host:port ROUTERS=1
 #   make test    every test          make check   format, lint, types, imports, unit tests
-#   make deploy-test   what deploy/ holds: Kubernetes manifests, rendered, checked and driven (CRDs: LEADTIME_CRDS)
+#   make deploy-test   what deploy/ holds: Kubernetes manifests, rendered, checked and driven (CRDs: LEADTIME_CRDS); images and
+#                Compose file with Docker: up, routed, scaled out, parts killed, down
+#   make images  every image but the GPU one, and their sizes
 #   make test-tensor   the tensor rendering with Hummingbird and PyTorch, in .venv/tensor
 #   make fuzz    200,000 raw ext-proc streams, some minutes   CASES=…
 #   make chaos   parts die, freeze and restart under load; a table of what that cost   SHORT=1 JSON=file
@@ -31,7 +33,8 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up chaos soak test test-tensor deploy-test manifests-test check fuzz lock bench bench-full bench-model clean
+.PHONY: help setup demo up images chaos soak test test-tensor deploy-test manifests-test compose-test check fuzz lock bench
+.PHONY: bench-full bench-model clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,2\}//p' Makefile
@@ -61,6 +64,14 @@ manifests-test: $(VENV)/.dev
 	@$(if $(WITHOUT_CRDS),echo "no CRDs at $(CRDS): the checks by them are left out",:)
 	$(PYTEST) -n $(WORKERS) --dist loadfile $(WITHOUT_CRDS) tests/manifests || { [ $$? -eq 1 ] && \
 	  $(PYTEST) -vv --last-failed --last-failed-no-failures none $(WITHOUT_CRDS) tests/manifests; }
+
+images:
+	docker compose --file deploy/compose/compose.yaml --profile demo build
+	docker image ls 'leadtime/*'
+
+# Starts Docker and makes stand-ins of public images where none can be pulled: LEADTIME_STANDIN_IMAGES.
+compose-test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -x tests/deploy
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

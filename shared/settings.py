@@ -4,12 +4,13 @@ Each service derives one class from `ServiceSettings` with its own prefix; the b
 have theirs, so that a deployment sets them once for all services. No other module reads the environment.
 """
 
+import contextlib
 import difflib
 import ipaddress
 import os
 import re
 import ssl
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -336,6 +337,9 @@ def tls_client_context(ca: Path | None, cert: Path | None, key: Path | None) -> 
 
 
 Settings = TypeVar("Settings", bound=BaseSettings)
+SECRETS_DIR: Final = "LEADTIME_SECRETS_DIR"
+"""Variable that names a directory of settings, each a file named like its variable: mounted secrets."""
+_MAX_SECRET_BYTES: Final = 64 * 1024
 
 
 def load(settings: type[Settings]) -> Settings:
@@ -343,6 +347,11 @@ def load(settings: type[Settings]) -> Settings:
 
     A variable with a prefix of ours that no setting reads is a fault too: a typo must not be silence.
     """
+    with _mounted_secrets():
+        return _load(settings)
+
+
+def _load(settings: type[Settings]) -> Settings:
     blocks: list[type[BaseSettings]] = [settings, *_nested_blocks(settings).values()]
     faults = [fault for block in blocks for fault in _unknown_variables(block)]
     loaded: Settings | None = None
@@ -353,6 +362,35 @@ def load(settings: type[Settings]) -> Settings:
     if faults or loaded is None:
         raise ConfigurationError("\n".join(faults))
     return loaded
+
+
+@contextlib.contextmanager
+def _mounted_secrets() -> Iterator[None]:
+    """While settings are read, files of SECRETS_DIR are variables too, where the environment has none of the name."""
+    directory = os.environ.get(SECRETS_DIR)
+    found = {} if not directory else _secrets_of(Path(directory))
+    added = {name: value for name, value in found.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _secrets_of(directory: Path) -> dict[str, str]:
+    try:
+        # A mounted Kubernetes secret has hidden folders beside its files.
+        files = [file for file in sorted(directory.iterdir()) if not file.name.startswith(".") and file.is_file()]
+        for file in files:
+            if file.stat().st_size > _MAX_SECRET_BYTES:
+                raise ConfigurationError(f"{SECRETS_DIR}: {file.name} is over {_MAX_SECRET_BYTES} bytes")
+        return {file.name: file.read_text(encoding="utf-8").strip() for file in files}
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
+        raise ConfigurationError(f"{SECRETS_DIR}: can't read '{str(directory)[:128]}': {reason}") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{SECRETS_DIR}: a file in '{str(directory)[:128]}' isn't UTF-8 text") from None
 
 
 def _all_faults(settings: type[BaseSettings]) -> list[str]:

@@ -311,3 +311,56 @@ def test_beyond_loopback_every_kind_of_redis_needs_a_signing_key():
             RedisSettings(url=url)
         RedisSettings(url=url, signing_key="sixteen letters!")
     RedisSettings(url="redis+sentinel://127.0.0.1,localhost/m")
+
+
+@pytest.fixture
+def secrets(tmp_path, environment):
+    environment(LEADTIME_SECRETS_DIR=str(tmp_path))
+    return tmp_path
+
+
+def test_files_of_the_secrets_directory_are_read_as_variables_and_leave_the_environment_alone(secrets):
+    (secrets / "LEADTIME_EXAMPLE_HTTP_TOKEN").write_text("from a file\n")
+    (secrets / "LEADTIME_REDIS_SIGNING_KEY").write_text("0123456789abcdef")
+    (secrets / "LEADTIME_OTHER_HTTP_TOKEN").write_text("another service's")
+    settings = load(Example)
+    assert settings.http_token is not None
+    assert settings.http_token.get_secret_value() == "from a file"
+    assert settings.redis.key == b"0123456789abcdef"
+    assert "LEADTIME_EXAMPLE_HTTP_TOKEN" not in os.environ
+
+
+def test_the_environment_wins_over_a_secret_file(secrets, environment):
+    (secrets / "LEADTIME_EXAMPLE_HTTP_TOKEN").write_text("file")
+    environment(LEADTIME_EXAMPLE_HTTP_TOKEN="environment")
+    token = load(Example).http_token
+    assert token is not None
+    assert token.get_secret_value() == "environment"
+
+
+def test_a_mounted_kubernetes_secret_is_read_through_its_links(secrets):
+    versioned = secrets / "..2026_01_01"
+    versioned.mkdir()
+    (versioned / "LEADTIME_EXAMPLE_POOL").write_text("chat")
+    (secrets / "..data").symlink_to(versioned)
+    (secrets / "LEADTIME_EXAMPLE_POOL").symlink_to(secrets / "..data" / "LEADTIME_EXAMPLE_POOL")
+    assert load(Example).pool == "chat"
+
+
+def test_a_secret_of_no_setting_or_of_a_wrong_value_stops_the_start_without_its_text(secrets):
+    (secrets / "LEADTIME_EXAMPLE_HTTP_TOKN").write_text("hunter2")
+    (secrets / "LEADTIME_REDIS_SIGNING_KEY").write_text("hunter2")
+    told = faults()
+    assert any("LEADTIME_EXAMPLE_HTTP_TOKN: no such setting" in line for line in told)
+    assert any("at least 16 characters" in line for line in told)
+    assert not any("hunter2" in line for line in told)
+
+
+def test_a_secrets_directory_that_cant_be_read_stops_the_start(environment, tmp_path):
+    environment(LEADTIME_SECRETS_DIR=str(tmp_path / "absent"))
+    assert faults() == [f"LEADTIME_SECRETS_DIR: can't read '{tmp_path / 'absent'}': No such file or directory"]
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    environment(LEADTIME_SECRETS_DIR=str(tmp_path))
+    assert faults() == [f"LEADTIME_SECRETS_DIR: a file in '{tmp_path}' isn't UTF-8 text"]
+    (tmp_path / "binary").write_bytes(b"x" * 70_000)
+    assert faults() == ["LEADTIME_SECRETS_DIR: binary is over 65536 bytes"]
