@@ -1,7 +1,7 @@
-"""The compose file, driven as a user drives it: `docker compose` as a child, requests through Envoy's published port.
+"""The Compose file, driven as a user drives it: `docker compose` as a child, requests to Envoy's published port.
 
-Everything has a project name of its own, and `close` removes containers, networks, volumes and images of it, however far
-a run came.
+Everything has a project name of its own, and `close` removes containers, networks, volumes and images of it, however
+far a run came.
 """
 
 import json
@@ -176,10 +176,19 @@ def total(page: Mapping[str, float], name: str) -> float:
 
 
 def until(what: str, look: Callable[[], T], *, deadline_s: float = DEADLINE_S, pause_s: float = 0.2) -> T:
-    """What `look` returns as soon as it is true; AssertionError that says what it last was."""
+    """What `look` returns as soon as it is true; AssertionError that says what it last was.
+
+    A page that isn't served yet is one more "not yet": a container runs before its service listens.
+    """
     end, pause = time.monotonic() + deadline_s, threading.Event()
-    while not (found := look()):
+    while True:
+        last: object
+        try:
+            found = last = look()
+        except httpx.HTTPError as error:
+            found, last = None, error
+        if found:
+            return found
         if time.monotonic() > end:
-            raise AssertionError(f"{what}: not within {deadline_s:g} s; last seen: {found!r}")
+            raise AssertionError(f"{what}: not within {deadline_s:g} s; last seen: {last!r}")
         pause.wait(pause_s)
-    return found

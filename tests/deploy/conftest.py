@@ -10,6 +10,7 @@ from tests.deploy.compose_stack import ComposeStack, open_stack
 from tests.deploy.engine import engine
 
 _FACTS = pytest.StashKey[dict[str, Any]]()
+_LOGS = pytest.StashKey[str]()
 
 
 @pytest.fixture(scope="session")
@@ -23,12 +24,15 @@ def stack(request: pytest.FixtureRequest) -> Iterator[ComposeStack]:
             stack.timed("build_s", "build", "--quiet")
             yield stack
             if request.session.testsfailed:
-                print(stack.logs())
+                request.config.stash[_LOGS] = stack.logs()
         finally:
             stack.close()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if logs := config.stash.get(_LOGS, ""):
+        terminalreporter.section("what the containers said")
+        terminalreporter.write_line(logs)
     facts = config.stash.get(_FACTS, None)
     if facts is not None:
         terminalreporter.write_line(json.dumps(facts))

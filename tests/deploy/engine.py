@@ -32,8 +32,8 @@ def engine() -> Iterator[str]:
     script = Path(os.environ.get("LEADTIME_STANDIN_IMAGES", REPOSITORY / "../shared/tools/standin-images.sh"))
     if not script.is_file():
         raise RuntimeError(
-            f"no {'image can be pulled' if running else 'Docker engine answers'}, and no script for stand-ins at {script}"
-            " (LEADTIME_STANDIN_IMAGES names another)"
+            f"no {'image can be pulled' if running else 'Docker engine answers'}, and no script for stand-ins"
+            f" at {script} (LEADTIME_STANDIN_IMAGES names another)"
         )
     environment = {**os.environ, "ENVOY_TAG": BASE_IMAGES[1].partition(":")[2]}
     try:

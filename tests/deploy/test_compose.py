@@ -1,12 +1,12 @@
 """`docker compose` with the real images, from the build to `down`: one story, told in this order.
 
-Run by `make deploy-test`, not by `make test`. Only the limits that people wait for are timed: `down`, SIGTERM, and a warm
-`up`. Counters are compared within one scrape.
+Run by `make deploy-test`, not by `make test`. Only what people wait for is timed: `down`, SIGTERM, and a warm `up`.
 """
 
 import io
 import json
 import re
+import subprocess
 import tarfile
 import threading
 import time
@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from tests.deploy.compose_stack import IMAGES, ComposeStack, docker, total, until
+from tests.deploy.compose_stack import IMAGES, Answer, ComposeStack, docker, total, until
 
 SERVICES = ("router", "collector", "predictor", "trainer")
 MOST_MB = {"router": 250, "collector": 250, "predictor": 350}
@@ -65,12 +65,11 @@ def test_an_image_says_what_it_is_and_runs_as_nobody(stack: ComposeStack, servic
 def test_an_image_holds_no_shell_compiler_secret_or_setuid_file(stack: ComposeStack, service: str) -> None:
     container = docker("create", image(stack, service)).strip()
     try:
-        from subprocess import run
-
-        packed = run(["docker", "export", container], capture_output=True, check=True).stdout
+        packed = subprocess.run(["docker", "export", container], capture_output=True, check=True, timeout=120).stdout
     finally:
         docker("rm", container)
-    entries = tarfile.open(fileobj=io.BytesIO(packed)).getmembers()
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        entries = archive.getmembers()
     assert len(entries) > 1000
     programs = [entry.name for entry in entries if entry.mode & 0o111 and not entry.isdir()]
     assert [name for name in programs if FORBIDDEN.match(PurePosixPath(name).name)] == []
@@ -90,7 +89,7 @@ def test_up_is_healthy_and_a_request_is_routed(stack: ComposeStack) -> None:
     assert json.loads(answer.text)["choices"][0]["message"]["content"]
 
 
-def routed(stack: ComposeStack, *, stream: bool = False):  # noqa: ANN201
+def routed(stack: ComposeStack, *, stream: bool = False) -> Answer | None:
     answer = stack.ask(stream=stream)
     return answer if answer.routed else None
 
@@ -233,8 +232,7 @@ def test_after_all_of_that_samples_go_on_reaching_the_trainer(stack: ComposeStac
         (page,) = stack.metrics("trainer", 9090).values()
         return total(page, "leadtime_trainer_samples_total")
 
-    until("the trainer again", lambda: stack.metrics("trainer", 9090))
-    before = seen()
+    before = until("the trainer again", lambda: (seen(),))[0]
 
     def more() -> bool:
         stack.load(5)
