@@ -35,7 +35,7 @@ SETTINGS: Mapping[str, type[BaseSettings]] = {
     "trainer": TrainerSettings,
 }
 PROBE_PATHS = {"/healthz", "/readyz"}
-FOREIGN_IMAGES = {"nats:2-alpine", "redis:7-alpine", "envoyproxy/envoy:v1.40.0"}
+FOREIGN_IMAGES = {"nats:2", "redis:7", "envoyproxy/envoy:v1.40-latest"}
 OWN_IMAGES = ("router", "collector", "predictor", "trainer", "predictor-gpu", "trainer-tensor", "sim")
 LONGEST_STREAM_S = 130
 PROTOCOLS = {"grpc": "kubernetes.io/h2c", "http": "http", "nats": "tcp", "redis": "tcp"}
@@ -420,6 +420,8 @@ def queries_name_metrics(overlay: Overlay) -> Faults:
     known = {metric.name for metric in registry.collect()}
     for document in overlay.of("ScaledObject"):
         for trigger in document["spec"]["triggers"]:
+            if "fallback" in document["spec"] and trigger.get("metricType") != "AverageValue":
+                yield f"ScaledObject {document['metadata']['name']}: KEDA refuses a fallback beside {trigger['type']}"
             for name in re.findall(r"leadtime_\w+", trigger["metadata"].get("query", "")):
                 if name not in known:
                     yield f"ScaledObject {document['metadata']['name']}: no metric {name}"

@@ -267,6 +267,13 @@ BY_REFERENCE = {
         lambda s: s["jsonPatches"][0].update(name="collector"),
         "no cluster leadtime-collector",
     ),
+    "a fallback that KEDA's webhook refuses": Mistake(
+        ("plain-envoy", "keda"),
+        "ScaledObject",
+        PREDICTOR,
+        lambda s: s["triggers"].append({"type": "cpu", "metricType": "Utilization", "metadata": {"value": "75"}}),
+        "KEDA refuses a fallback beside cpu",
+    ),
     "a query for a metric that isn't there": Mistake(
         ("plain-envoy", "keda"),
         "ScaledObject",
