@@ -58,15 +58,16 @@ def bench_predictor(result: Mapping[str, Any]) -> list[str]:
 def bench_sharing(result: Mapping[str, Any]) -> list[str]:
     """Faults of `bench/sharing.py`'s result."""
     faults = [
-        f"routers.{name}.{key} is {part[key]}"
+        f"routers.{name}.{load}.{key} is {part[load][key]}"
         for name, part in result["routers"].items()
+        for load in ("full_speed", "same_load")
         for key in ("cpu_us_per_decision", "cpu_ratio")
-        if not positive(part[key])
+        if not positive(part[load][key])
     ]
     faults += [
-        f"routers.{name}.delay_p99_ms is missing"
+        f"routers.{name}.same_load.delay_p99_ms is missing"
         for name in "24"
-        if not positive(result["routers"][name]["delay_p99_ms"])
+        if not positive(result["routers"][name]["same_load"]["delay_p99_ms"])
     ]
     if result["disagreements"] != 0:
         faults.append(f"disagreements is {result['disagreements']}, not 0")

@@ -1,15 +1,17 @@
 """What it costs that routers share one ledger, and how far behind each other they are.
 
 One router alone, two and four that share, and four that don't (pools on one NATS, real router processes, 8 KB bodies,
-4 endpoints) are driven in turn, slice by slice, so that a busy machine meets all alike, with as many requests under way
-per router. CPU per decision is that of all routers of a pool together, from the kernel, less what they use idle; no
-model is asked, so that sharing is set against the least. `cpu_ratio` is against the one alone; `cpu_ratio_apart`
-(not with --quick) against four that don't share, since processes that take turns on few cores cost more already. On a
-machine that is busy with others the rate falls, batches hold less, and sharing costs more per decision.
+4 endpoints) are driven in turn, slice by slice, so that a busy machine meets all alike; no model is asked, so that
+sharing is set against the least. CPU per decision is that of all routers of a pool together, from the kernel, less what
+they use idle. It is taken twice:
+
+- `same_load`: each router gets as many requests a second as the one alone, as where more routers serve more clients;
+- `full_speed`: as fast as they go, with as many requests under way per router. On few cores the pools get much the same
+  number of requests in all, so each of four routers a quarter of it: fewer to a wake-up, and colder caches, whether
+  they share or not. `cpu_ratio_apart` is set against four that don't share (not with --quick), and shows it.
 
 The delay from a dispatch to its counting in at another router is the routers' own (of a batch its oldest), beyond the
-quickest message's time under way: at full speed, where routers and load generator fight for the cores, and at a paced
-load. `disagreements` counts routers whose ledger isn't empty a second after the load.
+quickest message's time under way. `disagreements` counts routers whose ledger isn't empty a second after the load.
 
     python -m bench.sharing [--quick] [--json FILE]
 """
@@ -43,6 +45,11 @@ from sim.extproc_client import ExtProcClient
 
 # Name → routers, and whether they share.
 POOLS: Final = {"1": (1, True), "2": (2, True), "4": (4, True), "4-apart": (4, False)}
+FULL_SPEED: Final = "full_speed"
+SAME_LOAD: Final = "same_load"
+LOADS: Final = (FULL_SPEED, SAME_LOAD)
+# Of what one router alone can do: four with as much each leave two cores room.
+_PACED_SHARE: Final = 0.12
 _CONCURRENCY: Final = 8
 _BODY_BYTES: Final = 8_192
 _SETTLE_S: Final = 1.0
@@ -57,8 +64,8 @@ class Pool:
     routers: list[RouterPorts]
     processes: list[psutil.Process] = field(default_factory=list)
     idle_share: float = 0.0
-    cpu_us: list[float] = field(default_factory=list)
-    decisions: int = 0
+    cpu_us: dict[str, list[float]] = field(default_factory=lambda: {load: [] for load in LOADS})
+    decisions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOADS, 0))
 
     def used_s(self) -> float:
         return sum(used_s(process) for process in self.processes)
@@ -197,9 +204,28 @@ def quantile_ms(before: dict[float, float], after: dict[float, float], share: fl
     return lower
 
 
+async def slices(
+    pools: list[Pool],
+    clients: dict[str, list[ExtProcClient]],
+    load: str,
+    rounds: int,
+    slice_s: float,
+    rate: float | None,
+) -> None:
+    """Drive all pools in turn; `rate`: decisions a second of each router, None for as fast as they go."""
+    for _ in range(rounds):
+        for one in pools:
+            used, began = one.used_s(), time.monotonic()
+            count = await drive(one, clients[one.name], slice_s, None if rate is None else rate * len(one.routers))
+            await asyncio.sleep(0.05)  # what is still told belongs to it
+            spent = one.used_s() - used - one.idle_share * (time.monotonic() - began)
+            one.cpu_us[load].append(spent / count * 1e6)
+            one.decisions[load] += count
+
+
 async def measure(*, quick: bool) -> dict[str, Any]:
     """The benchmark's one JSON object."""
-    slice_s, rounds, paced_s, idle_s = (0.5, 6, 2.5, 1.5) if quick else (2.0, 12, 15.0, 6.0)
+    slice_s, rounds, paced_s, paced_rounds, idle_s = (0.5, 4, 1.0, 3, 1.5) if quick else (2.0, 12, 3.0, 12, 6.0)
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http,
         running(http, list(POOLS)[: 3 if quick else 4]) as pools,
@@ -216,57 +242,50 @@ async def measure(*, quick: bool) -> dict[str, Any]:
         await asyncio.sleep(idle_s)
         for one in pools:
             one.idle_share = (one.used_s() - before[one.name]) / idle_s
-        at_start = {one.name: await delays(http, one) for one in pools}
-        for _ in range(rounds):
-            for one in pools:
-                used, began = one.used_s(), time.monotonic()
-                count = await drive(one, clients[one.name], slice_s, None)
-                await asyncio.sleep(0.05)  # what is still told belongs to it
-                spent = one.used_s() - used - one.idle_share * (time.monotonic() - began)
-                one.cpu_us.append(spent / count * 1e6)
-                one.decisions += count
-        at_speed = {one.name: await delays(http, one) for one in pools}
-        rate = 0.4 * pools[0].decisions / (rounds * slice_s)
-        paced: dict[str, int] = {}
-        for one in pools:
-            paced[one.name] = await drive(one, clients[one.name], paced_s, rate)
+        delays_of = [{one.name: await delays(http, one) for one in pools}]
+        await slices(pools, clients, FULL_SPEED, rounds, slice_s, None)
+        delays_of.append({one.name: await delays(http, one) for one in pools})
+        rate = _PACED_SHARE * pools[0].decisions[FULL_SPEED] / (rounds * slice_s)
+        await slices(pools, clients, SAME_LOAD, paced_rounds, paced_s, rate)
         await asyncio.sleep(_SETTLE_S)
-        at_end = {one.name: await delays(http, one) for one in pools}
+        delays_of.append({one.name: await delays(http, one) for one in pools})
         left = {
             one.name: [(await get(http, at, "/v1/stats"))["inflight_requests"] for at in one.routers] for one in pools
         }
-    alone = pools[0]
     result: dict[str, Any] = {
         "benchmark": "sharing",
         "note": "all routers of a pool together, 8 KB, 4 endpoints, no model; ratios are medians over rounds",
-        "paced_decisions_per_s": round(rate, 1),
+        "same_load_decisions_per_s_of_each": round(rate, 1),
         "disagreements": sum(count != 0 for counts in left.values() for count in counts),
         "routers": {},
     }
+    apart = None if quick else pools[3]
     for one in pools:
-        result["routers"][one.name] = {
-            "cpu_us_per_decision": round(statistics.median(one.cpu_us), 1),
-            "cpu_ratio": ratio(one, alone),
-            **({"cpu_ratio_apart": ratio(one, pools[3])} if one.name == "4" and not quick else {}),
-            "decisions": one.decisions,
-            "idle_cpu_share": round(one.idle_share, 4),
-            "paced_decisions": paced[one.name],
-            **{
-                f"delay_{label}_ms": None if value is None else round(value, 1)
-                for label, value in {
-                    "full_speed_p50": quantile_ms(at_start[one.name], at_speed[one.name], 0.5),
-                    "full_speed_p99": quantile_ms(at_start[one.name], at_speed[one.name], 0.99),
-                    "p50": quantile_ms(at_speed[one.name], at_end[one.name], 0.5),
-                    "p99": quantile_ms(at_speed[one.name], at_end[one.name], 0.99),
-                }.items()
-            },
+        result["routers"][one.name] = {"idle_cpu_share": round(one.idle_share, 4)} | {
+            load: {
+                "cpu_us_per_decision": round(statistics.median(one.cpu_us[load]), 1),
+                "cpu_ratio": ratio(one, pools[0], load),
+                **({"cpu_ratio_apart": ratio(one, apart, load)} if apart and one.name == "4" else {}),
+                "decisions": one.decisions[load],
+                **{
+                    f"delay_{label}_ms": rounded(
+                        quantile_ms(delays_of[place][one.name], delays_of[place + 1][one.name], share)
+                    )
+                    for label, share in (("p50", 0.5), ("p99", 0.99))
+                },
+            }
+            for place, load in enumerate(LOADS)
         }
     return result
 
 
-def ratio(one: Pool, other: Pool) -> float:
+def ratio(one: Pool, other: Pool, load: str) -> float:
     """Of CPU per decision: the median over the rounds."""
-    return round(statistics.median(a / b for a, b in zip(one.cpu_us, other.cpu_us, strict=True)), 3)
+    return round(statistics.median(a / b for a, b in zip(one.cpu_us[load], other.cpu_us[load], strict=True)), 3)
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
 
 
 def main() -> None:

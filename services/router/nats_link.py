@@ -2,28 +2,73 @@
 
 Waits for NATS as long as it takes, comes back with it, and makes another client where nats-py closes one for good.
 Nothing is kept while NATS is away: what was to be published is dropped, and the caller told so.
+
+Messages are handled where they are read, and what comes within a few milliseconds is read together. A router that hears
+three others is woken by each of their batches else, goes through nats-py's queue and task for each subscription, and
+finds its caches cold each time, which costs several times what is done (`bench/sharing.py`). What isn't read stays in
+the sockets, and NATS ends a connection on which too much piles up; then it is made anew.
+
+Limits: relies on two inner seams of nats-py's client, its parser and `_process_msg`; the integration tests hold it to
+them.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import nats
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.protocol.parser import Parser
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from shared.cancellation import raise_if_cancelled
 
 _FIRST_DELAY_S: Final = 0.2
 _LAST_DELAY_S: Final = 5.0
-# What a stalled router lets pile up of one subscription; beyond it nats-py drops.
-_PENDING_MESSAGES: Final = 16_384
-_PENDING_BYTES: Final = 16 * 1024 * 1024
+_GATHER_S: Final = 0.004
 
-Handler = Callable[[Msg], Awaitable[None]]
+Handler = Callable[[bytes], None]
+"""Takes a message's payload; it may not wait. What it raises is counted and logged, and the next message is read."""
+
+
+class _GatheringParser(Parser):  # type: ignore[misc] - untyped here
+    """Waits a little for more, before it takes what came after a pause."""
+
+    def __init__(self, client: Client, gather_s: float) -> None:
+        super().__init__(client)
+        self._gather_s = gather_s
+        self._taken_s = 0.0
+
+    async def parse(self, data: bytes = b"") -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() - self._taken_s > self._gather_s:
+            await asyncio.sleep(self._gather_s)
+        await super().parse(data)
+        self._taken_s = loop.time()
+
+
+class _DirectClient(Client):  # type: ignore[misc] - untyped here
+    """Hands messages of some subjects to functions of this process, the others to their subscriptions."""
+
+    def __init__(self, handlers: Mapping[bytes, Handler]) -> None:
+        super().__init__()
+        self._handlers = handlers
+        self._ps = _GatheringParser(self, _GATHER_S)
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        handler = self._handlers.get(subject)
+        if handler is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+        else:
+            handler(data)
+
+
+async def _never(_: Msg) -> None:
+    """Of a subscription whose messages don't come to it."""
 
 
 class NatsLink:
@@ -37,16 +82,25 @@ class NatsLink:
         self._log = structlog.get_logger()
         self._told: type[Exception] | None = None
         """The error of this outage that was logged."""
+        self._failed: type[Exception] | None = None
+        """The last error of a handler that was logged."""
         self._up = Gauge("leadtime_router_nats_connected", "Whether NATS is connected, 0 or 1.", registry=registry)
-        self._slow = Counter(
-            "leadtime_router_nats_slow_total",
-            "Messages that came faster than the router read and were dropped, or a piled-up connection's end.",
-            registry=registry,
+        self._unhandled = Counter(
+            "leadtime_router_nats_unhandled_total", "Messages whose handling failed.", registry=registry
         )
 
     def subscribe(self, subject: str, handler: Handler) -> None:
-        """Have every message of a subject handled, on each connection there will be. Before `run`."""
+        """Have every message of a subject (no wildcard) handled, on each connection there will be. Before `run`."""
         self._handlers[subject] = handler
+
+    def _handle(self, handler: Handler, payload: bytes) -> None:
+        try:
+            handler(payload)
+        except Exception as error:  # raised further it would end the reading of all others
+            self._unhandled.inc()
+            if type(error) is not self._failed:
+                self._failed = type(error)
+                self._log.exception("message not handled")
 
     @property
     def connected(self) -> bool:
@@ -92,7 +146,11 @@ class NatsLink:
         async def on_closed() -> None:
             closed.set()
 
-        client = await nats.connect(
+        handlers = {
+            subject.encode(): functools.partial(self._handle, handler) for subject, handler in self._handlers.items()
+        }
+        client = _DirectClient(handlers)
+        await client.connect(
             **self._options,
             name="leadtime-router",
             no_echo=True,  # what this router says isn't news to it
@@ -107,10 +165,8 @@ class NatsLink:
     async def _read_until(self, closed: asyncio.Event, client: Client) -> None:
         try:
             raise_if_cancelled()  # dropped while it connected, it would be missed in the endless wait
-            for subject, handler in self._handlers.items():
-                await client.subscribe(
-                    subject, cb=handler, pending_msgs_limit=_PENDING_MESSAGES, pending_bytes_limit=_PENDING_BYTES
-                )
+            for subject in self._handlers:
+                await client.subscribe(subject, cb=_never)
             self._client = client
             await closed.wait()
         finally:
@@ -127,8 +183,6 @@ class NatsLink:
         self._log.info("nats answers again")
 
     async def _on_error(self, error: Exception) -> None:
-        if isinstance(error, nats.errors.SlowConsumerError):
-            self._slow.inc()
         # nats-py reports every attempt, twice a second while the server is away: once says it all.
         if type(error) is not self._told:
             self._told = type(error)

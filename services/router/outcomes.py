@@ -6,7 +6,6 @@ NATS is away is lost to the router and kept for the trainer.
 
 from collections.abc import Callable
 
-from nats.aio.msg import Msg
 from prometheus_client import CollectorRegistry, Counter
 
 from services.router.nats_link import NatsLink
@@ -33,18 +32,18 @@ class OutcomeSubscriber:
         link.subscribe(samples_subject(pool), self._on_sample)
         link.subscribe(unsampled_subject(pool), self._on_end)
 
-    async def _on_sample(self, message: Msg) -> None:
+    def _on_sample(self, payload: bytes) -> None:
         try:
-            sample = decode_sample(message.data)
+            sample = decode_sample(payload)
         except FieldError:
             self._received.labels("invalid").inc()
             return
         self._received.labels("ok").inc()
         self._observe(sample)
 
-    async def _on_end(self, message: Msg) -> None:
+    def _on_end(self, payload: bytes) -> None:
         try:
-            end = decode_unsampled(message.data)
+            end = decode_unsampled(payload)
         except FieldError:
             self._received.labels("invalid").inc()
             return

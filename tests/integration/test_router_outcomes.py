@@ -146,3 +146,31 @@ async def test_an_outage_is_logged_once_however_often_the_client_tries() -> None
         await link._on_reconnect()
         await link._on_error(ConnectionRefusedError())
     assert [entry["event"] for entry in logs] == ["nats error", "nats answers again", "nats error"]
+
+
+async def test_a_message_whose_handling_fails_is_counted_and_the_next_is_read(nats: NatsServer) -> None:
+    seen: list[bytes] = []
+    registry = CollectorRegistry()
+    link = NatsLink(to(nats), registry)
+
+    def handle(payload: bytes) -> None:
+        if payload == b"bad":
+            raise ValueError(payload)
+        seen.append(payload)
+
+    link.subscribe("test.subject", handle)
+    task = asyncio.create_task(link.run())
+
+    async def read() -> bool:
+        await _raw(nats, b"bad", "test.subject")
+        await _raw(nats, b"good", "test.subject")
+        return bool(seen)
+
+    try:
+        await until(read, "what comes after a failure is read")
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    assert set(seen) == {b"good"}
+    assert registry.get_sample_value("leadtime_router_nats_unhandled_total") >= 1

@@ -1,8 +1,11 @@
 """The shared ledger's way over NATS core: what the share has to say is sent in batches, what peers say is handed to it.
 
-The first event after a quiet moment goes at once; what follows within `GAP_S` goes together, so a batch is encoded once
-and costs the request path nothing. When NATS is away the router goes on with its own view: batches are dropped and
-counted, and peers take a snapshot once it is back.
+What happens within `GAP_S` goes together, so a batch is encoded once and costs the request path nothing. All routers
+send at the same instants of the wall clock, as far as their clocks agree: one is woken once by the batches of all
+others, where it would be woken by each. Nothing but the cost depends on it.
+
+When NATS is away the router goes on with its own view: batches are dropped and counted, and peers take a snapshot once
+it is back.
 """
 
 import asyncio
@@ -11,7 +14,6 @@ from dataclasses import asdict
 from typing import Final
 
 import structlog
-from nats.aio.msg import Msg
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -24,7 +26,7 @@ from shared.clock import Clock
 from shared.names import ledger_inbox, ledger_subject
 from shared.telemetry import seconds
 
-GAP_S: Final = 0.03
+GAP_S: Final = 0.02
 _TICK_S: Final = 0.05
 _CHECK_S: Final = 1.0
 _LAST_WORDS_S: Final = 0.5
@@ -52,6 +54,7 @@ class LedgerBus:
         self._all = ledger_subject(pool)
         self._pool = pool
         self._wake = asyncio.Event()
+        self._sent_ms = float("-inf")
         self._log = structlog.get_logger()
         self._unsent = Counter(
             "leadtime_router_ledger_unsent_total", "Messages to other routers dropped without NATS.", registry=registry
@@ -89,12 +92,19 @@ class LedgerBus:
         while True:
             raise_if_cancelled()
             await self._wake.wait()
+            await asyncio.sleep(self._until_next_s())
             self._wake.clear()
-            for out in self._share.flush(self._clock.monotonic_ms()):
+            self._sent_ms = self._clock.monotonic_ms()
+            for out in self._share.flush(self._sent_ms):
                 await self._send(out.to, out.payload)
-            await asyncio.sleep(GAP_S)
             if self._share.pending:
                 self._wake.set()
+
+    def _until_next_s(self) -> float:
+        """Until the next common instant, but for one that comes right after the last sending: a timer's inaccuracy."""
+        left_s = GAP_S - self._clock.unix_ms() / 1e3 % GAP_S
+        since_s = (self._clock.monotonic_ms() - self._sent_ms) / 1e3
+        return left_s if since_s + left_s >= GAP_S / 2 else left_s + GAP_S
 
     async def _send(self, to: str | None, payload: bytes) -> None:
         subject = self._all if to is None else ledger_inbox(self._pool, to)
@@ -114,8 +124,8 @@ class LedgerBus:
                 self._faults.inc(len(faults))
                 self._log.error("ledger inconsistent", faults=faults[:10], count=len(faults))
 
-    async def _on_message(self, message: Msg) -> None:
-        self._share.receive(message.data, self._clock.monotonic_ms())
+    def _on_message(self, payload: bytes) -> None:
+        self._share.receive(payload, self._clock.monotonic_ms())
 
 
 class _ShareCollector(Collector):

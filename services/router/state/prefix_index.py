@@ -122,6 +122,7 @@ class PrefixIndex:
         self._shelves: dict[int, _Shelf] = {}
         self._slots: dict[int, int] = {}
         """Slot by bit, for the live ones."""
+        self._kept = 0
         self._live = 0
         self._free_bits: list[int] = []
         self._bits = 0
@@ -129,8 +130,7 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         """Blocks kept, over all endpoints."""
-        kept = sum(len(shelf.names) for shelf in self._shelves.values())
-        return kept + sum(len(shelf.names) for shelf in self._dying)
+        return self._kept
 
     def match(self, model: str, prompt: bytes, input_tokens: float, slots: int) -> PrefixMatch:
         """How much of a prompt of `input_tokens` each endpoint has; `slots` is the length of the answer's array."""
@@ -170,12 +170,14 @@ class PrefixIndex:
         if shelf is None:
             shelf = self._open(slot)
         held, masks, flag = shelf.names, self._masks, 1 << shelf.bit
+        before = len(held)
         for name in reversed(names[: self._limit(shelf)]):
             if name in held:
                 held.move_to_end(name)
             else:
                 held[name] = None
                 masks[name] = masks.get(name, 0) | flag
+        self._kept += len(held) - before
         self._shrink(shelf)
         self.purge(max(_PURGE_PORTION, 2 * len(names)))
 
@@ -183,10 +185,12 @@ class PrefixIndex:
         """The endpoint says it has these blocks; their place in a chain isn't its business."""
         shelf = self._shelves.get(slot) or self._open(slot)
         flag = 1 << shelf.bit
+        before = len(shelf.names)
         for name in names:
             if name not in shelf.names:
                 shelf.names[name] = None
                 self._masks[name] = self._masks.get(name, 0) | flag
+        self._kept += len(shelf.names) - before
         self._shrink(shelf)
 
     def discard(self, names: Iterable[int], slot: int) -> None:
@@ -210,12 +214,14 @@ class PrefixIndex:
         if shelf is None:
             shelf = self._open(slot)
         held, masks, flag = shelf.names, self._masks, 1 << shelf.bit
-        room = self._limit(shelf) - len(held)
+        before = len(held)
+        room = self._limit(shelf) - before
         for name in reversed(names[max(len(names) - room, 0) :] if room > 0 else ()):
             if name not in held:
                 held[name] = None
                 held.move_to_end(name, last=False)
                 masks[name] = masks.get(name, 0) | flag
+        self._kept += len(held) - before
 
     def set_capacity(self, slot: int, blocks: int) -> None:
         """How many blocks the endpoint's cache holds, as far as is known."""
@@ -285,6 +291,8 @@ class PrefixIndex:
             self._clear(name, shelf.bit)
 
     def _clear(self, name: int, bit: int) -> None:
+        """A shelf has given a name up."""
+        self._kept -= 1
         left = self._masks[name] & ~(1 << bit)
         if left:
             self._masks[name] = left
