@@ -35,7 +35,7 @@ Handler = Callable[[bytes], None]
 """Takes a message's payload; it may not wait. What it raises is counted and logged, and the next message is read."""
 
 
-class _GatheringParser(Parser):  # type: ignore[misc] - untyped here
+class _GatheringParser(Parser):  # type: ignore[misc]
     """Waits a little for more, before it takes what came after a pause."""
 
     def __init__(self, client: Client, gather_s: float) -> None:
@@ -51,7 +51,7 @@ class _GatheringParser(Parser):  # type: ignore[misc] - untyped here
         self._taken_s = loop.time()
 
 
-class _DirectClient(Client):  # type: ignore[misc] - untyped here
+class _DirectClient(Client):  # type: ignore[misc]
     """Hands messages of some subjects to functions of this process, the others to their subscriptions."""
 
     def __init__(self, handlers: Mapping[bytes, Handler]) -> None:
