@@ -1,7 +1,7 @@
 """What it costs to see a response, for `bench/stream.py`: Python per token, and Envoy's script per stream.
 
-By access log Python sees no token (`stream.py` counts the messages): the script in Envoy reads the beginning of each
-stream, and its cost is Envoy's CPU with it less that without it, turn about. By response stream every chunk is a
+By access log Python sees no token (`stream.py` counts the messages): the script in Envoy looks at each chunk, and its
+cost is Envoy's CPU with it less that without it, turn about. By response stream every chunk is a
 message to the router and back: `router_us_per_token` drives a real router's ext-proc port as Envoy does in full duplex
 and reads the process's CPU from the kernel; `observer_us_per_token` and `restoring_us_per_token` are parts of it: the
 look for labels, and for a model's name that is put back.
@@ -44,6 +44,8 @@ _USAGE: Final = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tok
 _SSE: Final = {"content-type": "text/event-stream; charset=utf-8"}
 _FULL_DUPLEX: Final = processing_mode_pb2.ProcessingMode.FULL_DUPLEX_STREAMED
 _LUA: Final = "envoy.filters.http.lua"
+_SHORT_TOKENS: Final = 8
+_LONG_TOKENS: Final = 58
 _EXT_PROC: Final = "envoy.filters.http.ext_proc"
 
 
@@ -258,13 +260,24 @@ def _bootstrap(server_port: int, *, lua: bool) -> dict[str, Any]:
     return bootstrap
 
 
-async def lua_us_per_stream(
-    *, rounds: int = 8, streams: int = 100, tokens: int = 8, gap_s: float = 0.01
-) -> dict[str, Any]:
-    """Envoy's CPU µs per stream with and without the first-content script: medians over rounds, turn about.
-
-    Short streams: the script's cost comes once per stream, and long ones drown it in what their tokens cost.
+async def lua_us_per_stream(*, rounds: int = 8, streams: int = 100, gap_s: float = 0.01) -> dict[str, Any]:
+    """Envoy's CPU µs per stream of 8 tokens with and without the label script, medians over rounds, turn about; and
+    what each token more costs.
     """
+    short = await _with_and_without(_SHORT_TOKENS, rounds, streams, gap_s)
+    long = await _with_and_without(_LONG_TOKENS, max(rounds // 2, 2), streams // 4, gap_s)
+    more = (long[True] - long[False]) - (short[True] - short[False])
+    return {
+        "with_us": round(short[True], 1),
+        "without_us": round(short[False], 1),
+        "lua_us_per_stream": round(short[True] - short[False], 1),
+        "lua_us_per_token": round(more / (_LONG_TOKENS - _SHORT_TOKENS), 2),
+        "tokens_per_stream": _SHORT_TOKENS,
+        "streams": rounds * streams,
+    }
+
+
+async def _with_and_without(tokens: int, rounds: int, streams: int, gap_s: float) -> dict[bool, float]:
     used: dict[bool, list[float]] = {True: [], False: []}
     async with (
         _streaming_server(tokens, gap_s) as server_port,
@@ -278,12 +291,4 @@ async def lua_us_per_stream(
             await asyncio.gather(*(_stream(proxy.port) for _ in range(streams)))
             if number >= 2:  # the first of each opens connections and compiles the script
                 used[lua].append((proxy.used_us() - before) / streams)
-    median = {lua: statistics.median(values) for lua, values in used.items()}
-    return {
-        "with_us": round(median[True], 1),
-        "without_us": round(median[False], 1),
-        "lua_us_per_stream": round(median[True] - median[False], 1),
-        "spread_us": round(max(max(values) - min(values) for values in used.values()), 1),
-        "tokens_per_stream": tokens,
-        "streams": rounds * streams,
-    }
+    return {lua: statistics.median(values) for lua, values in used.items()}

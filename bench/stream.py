@@ -1,5 +1,5 @@
 """What a request costs at the edge: CPU of one decision in each shape of ext-proc, Python per streamed token in both
-ways of a completion, and the first-content script in Envoy per stream.
+ways of a completion, and the label script in Envoy per stream and token.
 
 A real router process with a predictor and a bundle is driven straight with ext-proc streams, as Envoy sends them:
 `buffered` (the body as one message) and `full_duplex` (the body in chunks of 64 KB, and back). Its own CPU time is
@@ -177,6 +177,7 @@ async def measure(*, quick: bool) -> dict[str, Any]:
             "python_us_per_token": round(messages * seen["python_us_per_token"], 3),
             "messages_per_token": messages,
             "lua_us_per_stream": script["lua_us_per_stream"],
+            "lua_us_per_token": script["lua_us_per_token"],
             "lua": script,
         },
         "response_stream": {

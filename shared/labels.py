@@ -6,10 +6,13 @@ tool call), not at headers, role chunks, empty deltas or keep-alive comments: a 
 `{"role":"assistant","content":""}` first.
 
 Limits: content that isn't there within the first MiB, an encoded body or a truncated one makes labels unknown (None),
-never wrong, and never an exception. Usage is seen up to the first content and in the last 16 KiB. Works on
-identity-encoded bodies only. `deploy/local/first_content.lua` has the same limits; a contract test holds them together.
+never wrong, and never an exception. Usage is seen up to the first content and in the last 16 KiB. An event's JSON
+stands on one `data:` line, as all servers write it. Works on identity-encoded bodies only.
+`deploy/local/first_content.lua` answers the same for Envoy; a contract test holds them together.
 """
 
+import json
+import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,14 +29,13 @@ BYTES_PER_STREAMED_TOKEN: Final = 223
 BYTES_PER_PLAIN_TOKEN: Final = 4
 ENVELOPE_BYTES: Final = 400
 
-_CHAT_CONTENT: Final = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
-_RESPONSES_DELTAS: Final = frozenset(
-    {
-        "response.output_text.delta", "response.reasoning_text.delta", "response.reasoning_summary_text.delta",
-        "response.refusal.delta", "response.function_call_arguments.delta",
-    }
+_CHAT_TEXTS: Final = (
+    "content", "reasoning_content", "reasoning", "reasoning_details", "thinking", "thinking_blocks", "refusal",
 )  # fmt: skip
-_ANTHROPIC_DELTAS: Final = ("text", "thinking", "partial_json")
+_CHAT_OBJECTS: Final = ("tool_calls", "function_call", "audio")
+_TEXT_FIELDS: Final = ("text", "thinking", "content", "partial_json")
+"""Where text lies in a list of parts, in Anthropic's deltas and blocks."""
+_MAX_PARTS_DEEP: Final = 4
 _LAST_EVENTS: Final = frozenset(
     {"message_stop", "response.completed", "response.incomplete", "response.failed"}
 )  # fmt: skip
@@ -49,6 +51,10 @@ class Usage:
 
 
 _NO_COUNTS: Final = Usage(None, None, None)
+_INPUT_DETAILS: Final = ("prompt_tokens_details", "input_tokens_details")
+# The last one in the answer. A key named so inside generated text would be written \"usage\".
+_USAGE_KEY: Final = re.compile(rb'(?<!\\)"usage"\s*:\s*(?=\{)')
+_decoder: Final = json.JSONDecoder()
 
 
 def carries_content(event: Any) -> bool:
@@ -61,24 +67,40 @@ def carries_content(event: Any) -> bool:
     kind = event.get("type")
     if not isinstance(kind, str):
         return False
-    if kind in _RESPONSES_DELTAS:
-        return bool(event.get("delta"))
+    if kind.startswith("response.") and kind.endswith("delta"):
+        return _has_text(event.get("delta"))
     if kind == "content_block_delta":
-        delta = event.get("delta")
-        return isinstance(delta, dict) and any(delta.get(field) for field in _ANTHROPIC_DELTAS)
+        return _has_text(event.get("delta"))
     if kind == "content_block_start":
         block = event.get("content_block")
-        return isinstance(block, dict) and (block.get("type") == "tool_use" or bool(block.get("text")))
+        return isinstance(block, dict) and (block.get("type") == "tool_use" or _has_text(block))
     return False
 
 
 def _choice_has_content(choice: Any) -> bool:
     if not isinstance(choice, dict):
         return False
-    if choice.get("text"):
+    if _has_text(choice.get("text")):
         return True
-    delta = choice.get("delta")
-    return isinstance(delta, dict) and any(delta.get(field) for field in _CHAT_CONTENT)
+    # Some servers stream whole messages where others send deltas.
+    parts = (choice.get("delta"), choice.get("message"))
+    return any(
+        any(_has_text(part.get(field)) for field in _CHAT_TEXTS)
+        or any(part.get(field) and isinstance(part[field], list | dict) for field in _CHAT_OBJECTS)
+        for part in parts
+        if isinstance(part, dict)
+    )
+
+
+def _has_text(value: Any, deep: int = 0) -> bool:
+    """Whether there is a character in a text, in one of its parts, or in a part's text fields."""
+    if isinstance(value, str):
+        return bool(value)
+    if deep == _MAX_PARTS_DEEP:
+        return False
+    if isinstance(value, list):
+        return any(_has_text(part, deep + 1) for part in value)
+    return isinstance(value, dict) and any(_has_text(value.get(field), deep + 1) for field in _TEXT_FIELDS)
 
 
 def usage_of(document: Any) -> Usage | None:
@@ -94,18 +116,42 @@ def usage_of(document: Any) -> Usage | None:
         usage = nested.get("usage") if isinstance(nested, dict) else None
     if not isinstance(usage, dict):
         return None
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else usage.get("cache_read_input_tokens")
+    cached = [_members(usage, details).get("cached_tokens") for details in _INPUT_DETAILS]
     counts = Usage(
-        _count(usage.get("prompt_tokens", usage.get("input_tokens"))),
-        None if begun else _count(usage.get("completion_tokens", usage.get("output_tokens"))),
-        _count(cached),
+        _first_count(usage.get("prompt_tokens"), usage.get("input_tokens")),
+        None if begun else _first_count(usage.get("completion_tokens"), usage.get("output_tokens")),
+        _first_count(*cached, usage.get("cache_read_input_tokens")),
     )
     return None if counts == _NO_COUNTS else counts
 
 
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS else None
+def _members(document: dict[str, Any], key: str) -> dict[str, Any]:
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _first_count(*values: Any) -> int | None:
+    """The first that is a number of tokens; some servers write them as 5.0."""
+    for value in values:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS:
+            count = int(value)
+            if count == value:
+                return count
+    return None
+
+
+def usage_in_part(part: bytes | bytearray) -> Usage | None:
+    """Usage of a document of which only the end is there: the last one in it."""
+    found = None
+    for found in _USAGE_KEY.finditer(part):  # noqa: B007 - the last one is wanted
+        pass
+    if found is None:
+        return None
+    try:
+        usage, _ = _decoder.raw_decode(part[found.end() :].decode("utf-8", "replace"))
+    except (json.JSONDecodeError, RecursionError):
+        return None
+    return usage_of({"usage": usage})
 
 
 class EventStreamObserver:
@@ -117,7 +163,8 @@ class EventStreamObserver:
         self.first_content_ms: float | None = None
         self.last_byte_ms: float | None = None
         self.size_bytes = 0
-        self._rest = b""
+        self._rest: list[bytes] = []
+        """The line whose end hasn't come."""
         self._tail = bytearray()
         self._lost = False
         self._head_usage: Usage | None = None
@@ -138,19 +185,21 @@ class EventStreamObserver:
             self._look_for_content(chunk, now_ms)
 
     def _look_for_content(self, chunk: bytes, now_ms: float) -> None:
-        lines = (self._rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        self._rest = lines.pop()
-        for line in lines:
-            event = _data(line)
-            if b'"usage"' in line and (usage := usage_of(event)) is not None:
-                self._head_usage = _completed(usage, self._head_usage)
-            if carries_content(event):
-                self.first_content_ms = now_ms
-                self._rest = b""
-                return
+        self._rest.append(chunk)
+        if b"\n" in chunk or b"\r" in chunk:  # joined once a line, so that a line of many chunks isn't their square
+            lines = b"".join(self._rest).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+            self._rest = [lines.pop()]
+            for line in lines:
+                event = _data(line)
+                if b'"usage"' in line and (usage := usage_of(event)) is not None:
+                    self._head_usage = _completed(usage, self._head_usage)
+                if carries_content(event):
+                    self.first_content_ms = now_ms
+                    self._rest = []
+                    return
         if self.size_bytes > MAX_BYTES_BEFORE_CONTENT:
             self._lost = True
-            self._rest = b""
+            self._rest = []
 
     def usage(self) -> Usage | None:
         """Each count's last value, in the tail or up to the first content (Anthropic sends input first, output last).
@@ -160,8 +209,15 @@ class EventStreamObserver:
         """
         found = _NO_COUNTS
         whole, _, _ = self._tail_text().rpartition(b"\n\n")
-        for line in reversed(whole.split(b"\n")):
-            if b'"usage"' in line and (usage := usage_of(_data(line))) is not None:
+        lines = whole.split(b"\n")
+        for place in reversed(range(len(lines))):
+            line = lines[place]
+            if b'"usage"' not in line:
+                continue
+            # The event that ends an answer of the responses API holds all of it: its beginning isn't kept.
+            cut = place == 0 and self.size_bytes > len(self._tail)
+            usage = usage_in_part(line) if cut else usage_of(_data(line))
+            if usage is not None:
                 found = _completed(found, usage)
                 if None not in (found.input_tokens, found.output_tokens, found.cached_tokens):
                     return found
@@ -207,8 +263,11 @@ def _data(line: bytes) -> Any:
         return None
     try:
         return orjson.loads(line[5:])
-    except orjson.JSONDecodeError:
-        return None
+    except orjson.JSONDecodeError:  # half an emoji, NaN: what servers write, and Envoy's script doesn't mind
+        try:
+            return json.loads(line[5:].decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            return None
 
 
 def usage_of_json(body: bytes) -> Usage | None:

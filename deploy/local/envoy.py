@@ -21,12 +21,13 @@ entry to a collector. What each choice does was measured on Envoy 1.40:
 - Upgrades (WebSocket) have a route of their own without bodies shown: theirs end with the connection.
 - `override_host` reads the pick from metadata only, tries the listed endpoints in order, and writes down the one that
   served. A client's own headers that would steer are removed before any filter sees them.
-- `first_content.lua` and the two usage filters write labels into metadata. accept-encoding is removed: an encoded
-  answer blinds them.
+- `first_content.lua` writes the labels of event streams into metadata, and `json_to_metadata` those of JSON answers.
+  accept-encoding is removed: an encoded answer blinds them. Envoy's own filter for event streams, `sse_to_metadata`, is
+  not used: in 1.40 an event whose data is a JSON scalar (`data: null`) ends the whole process.
 
-Limits: plain HTTP to endpoints, HTTP/1.1; the usage filter for event streams is marked work-in-progress in Envoy 1.40
-and missing before 1.37, as is the first-body-byte time. For an Envoy that lacks either, or Lua: `completions`
-"response_stream" in `full_duplex`, which leaves out all that labels need and lets the router make the samples.
+Limits: plain HTTP to endpoints, HTTP/1.1; the first body byte's time is missing before Envoy 1.37. For an Envoy that
+lacks it, or Lua: `completions` "response_stream" in `full_duplex`, which leaves out all that labels need and lets the
+router make the samples.
 
 Worth watching in Envoy's own stats: `http.ingress.ext_proc.{streams_started,failure_mode_allowed,message_timeouts}`,
 `cluster.picker.membership_healthy`, `cluster.pool.{upstream_rq_retry,upstream_cx_connect_fail}`,
@@ -56,7 +57,6 @@ UPSTREAM_IDLE_S: Final = 4.0
 """Below the 5 s after which vLLM's server closes an idle connection: a request never meets a closing one."""
 STREAM_IDLE_S: Final = 900.0
 """A stream without a byte in either direction for this long is dead; a queued prompt may well take minutes."""
-MAX_EVENT_BYTES: Final = 1024 * 1024
 RETRIES: Final = 2
 
 Shape = Literal["buffered", "full_duplex"]
@@ -75,28 +75,25 @@ _API: Final = "api"
 _HEALTH: Final = "health"
 _EXT_PROC: Final = "envoy.filters.http.ext_proc"
 _LUA: Final = "envoy.filters.http.lua"
-_SSE: Final = "envoy.filters.http.sse_to_metadata"
 _JSON: Final = "envoy.filters.http.json_to_metadata"
 
 _EXT_PROC_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _ACCESS_LOG_SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
 _CREDENTIALS: Final = ("authorization", "proxy-authorization", "cookie", "x-api-key", "api-key")
 
-# Where the dialects say how many tokens there were (OpenAI chat and completions, responses, Anthropic), and the key
-# it becomes. Of several occurrences the last wins.
+# Where a JSON answer says how many tokens there were (Anthropic, responses, OpenAI chat and completions), and the key
+# that it becomes. Where an answer says it twice the last of these wins.
 _USAGE_PATHS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
-    (names.USAGE_INPUT, ("usage", "prompt_tokens")),
-    (names.USAGE_OUTPUT, ("usage", "completion_tokens")),
-    (names.USAGE_CACHED, ("usage", "prompt_tokens_details", "cached_tokens")),
-    (names.USAGE_INPUT, ("usage", "input_tokens")),
-    (names.USAGE_OUTPUT, ("usage", "output_tokens")),
-    (names.USAGE_CACHED, ("usage", "input_tokens_details", "cached_tokens")),
     (names.USAGE_INPUT, ("response", "usage", "input_tokens")),
     (names.USAGE_OUTPUT, ("response", "usage", "output_tokens")),
     (names.USAGE_CACHED, ("response", "usage", "input_tokens_details", "cached_tokens")),
-    (names.USAGE_INPUT, ("message", "usage", "input_tokens")),
     (names.USAGE_CACHED, ("usage", "cache_read_input_tokens")),
-    (names.USAGE_CACHED, ("message", "usage", "cache_read_input_tokens")),
+    (names.USAGE_INPUT, ("usage", "input_tokens")),
+    (names.USAGE_OUTPUT, ("usage", "output_tokens")),
+    (names.USAGE_CACHED, ("usage", "input_tokens_details", "cached_tokens")),
+    (names.USAGE_INPUT, ("usage", "prompt_tokens")),
+    (names.USAGE_OUTPUT, ("usage", "completion_tokens")),
+    (names.USAGE_CACHED, ("usage", "prompt_tokens_details", "cached_tokens")),
 )
 
 
@@ -291,7 +288,7 @@ def _virtual_host(config: EnvoyConfig) -> dict[str, Any]:
                 "match": {"path_separated_prefix": "/api"},
                 "route": {"cluster": _API, "timeout": "60s"},
                 "typed_per_filter_config": dict.fromkeys(
-                    (_EXT_PROC, *((_LUA, _SSE, _JSON) if config.completions == "access_log" else ())), off
+                    (_EXT_PROC, *((_LUA, _JSON) if config.completions == "access_log" else ())), off
                 ),
             }
         )
@@ -417,7 +414,7 @@ def _variable(name: str | None) -> str | None:
 
 
 def _label_filters() -> list[dict[str, Any]]:
-    return [_named(_LUA, _lua()), _named(_SSE, _usage_of_streams()), _named(_JSON, _usage_of_documents())]
+    return [_named(_LUA, _lua()), _named(_JSON, _usage_of_documents())]
 
 
 def _lua() -> dict[str, Any]:
@@ -425,23 +422,6 @@ def _lua() -> dict[str, Any]:
         "extensions.filters.http.lua.v3.Lua",
         stat_prefix="first_content",
         default_source_code={"inline_string": first_content_source()},
-    )
-
-
-def _usage_of_streams() -> dict[str, Any]:
-    parser = _typed(
-        "extensions.content_parsers.json.v3.JsonContentParser",
-        rules=[
-            {"rule": {"selectors": [{"key": part} for part in path], "on_present": _usage_target(key)}}
-            for key, path in _USAGE_PATHS
-        ],
-    )
-    return _typed(
-        "extensions.filters.http.sse_to_metadata.v3.SseToMetadata",
-        response_rules={
-            "max_event_size": MAX_EVENT_BYTES,
-            "content_parser": _named("envoy.content_parsers.json", parser),
-        },
     )
 
 

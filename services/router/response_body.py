@@ -6,13 +6,11 @@ Limits: gzip and deflate; other encodings stay unread. Memory is bounded by `MAX
 `MAX_PLAIN_BYTES`; beyond either, and in damaged or truncated bodies, labels become unknown and nothing is raised.
 """
 
-import json
-import re
 import zlib
 from collections.abc import Iterator
 from typing import Final
 
-from shared.labels import TAIL_BYTES, Usage, usage_of, usage_of_json
+from shared.labels import TAIL_BYTES, Usage, usage_in_part, usage_of_json
 
 MAX_DOCUMENT_BYTES: Final = 131_072
 """A JSON answer up to this size is kept whole; of a larger one, the last 16 KiB: usage comes last."""
@@ -23,9 +21,6 @@ _MAX_MEMBERS: Final = 64
 _GZIP_OR_ZLIB: Final = 47
 _RAW_DEFLATE: Final = -15
 _ENCODINGS: Final = frozenset({"gzip", "x-gzip", "deflate"})
-# The last one in the answer. A key named so inside generated text would be written \"usage\".
-_USAGE_KEY: Final = re.compile(rb'(?<!\\)"usage"\s*:\s*(?=\{)')
-_decoder: Final = json.JSONDecoder()
 
 
 def is_identity(encoding: str) -> bool:
@@ -111,13 +106,4 @@ class DocumentObserver:
         """None where the server sent none, where the answer is cut, or usage is beyond the tail of a large one."""
         if self._whole:
             return usage_of_json(bytes(self._kept))
-        found = None
-        for found in _USAGE_KEY.finditer(self._kept):  # noqa: B007 - the last one is wanted
-            pass
-        if found is None:
-            return None
-        try:
-            usage, _ = _decoder.raw_decode(self._kept[found.end() :].decode("utf-8", "replace"))
-        except (json.JSONDecodeError, RecursionError):
-            return None
-        return usage_of({"usage": usage})
+        return usage_in_part(self._kept)

@@ -23,7 +23,7 @@ from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, render
 from services.collector.entry import AccessLogEntry
 from services.collector.envoy_log import plain_entry
 from services.collector.labels import latencies
-from shared.labels import carries_content
+from shared.labels import Usage, carries_content, usage_of
 from tests import servers
 from tests.fakes.access_log_receiver import access_log_receiver
 from tests.fakes.fake_model_server import (
@@ -162,6 +162,61 @@ CORPUS: list[Any] = [
     {"type": "content_block_delta", "delta": {"type": "input_json_delta", "partial_json": "{"}},
     {"type": "content_block_delta", "delta": {"type": "text_delta", "text": ""}},
     {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 4}},
+    # Scalars, as some servers send them between others: a filter that wants objects must not fall over them.
+    None, 5, -1.5, True, "content", "", [], ["text"], {},
+    # Content as a list of parts, and what other servers call their reasoning.
+    chat({"content": [{"type": "text", "text": "a"}]}), chat({"content": [{"type": "text", "text": ""}]}),
+    chat({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "a"}]}]}), chat({"content": 5}),
+    chat({"reasoning_details": [{"type": "reasoning.text", "text": "a"}]}), chat({"thinking": "a"}),
+    chat({"thinking_blocks": [{"thinking": "a"}]}), chat({"function_call": {}}), chat({"audio": {}}),
+    {"choices": [{"index": 0, "message": {"role": "assistant", "content": "a"}}]},
+    # The responses API's other deltas; and events that repeat what the client sent.
+    *({"type": f"response.{kind}.delta", "delta": "a"} for kind in (
+        "reasoning_text", "reasoning_summary_text", "refusal", "custom_tool_call_input", "mcp_call_arguments",
+        "code_interpreter_call_code", "audio", "audio.transcript",
+    )),
+    {"type": "response.reasoning.delta", "delta": {"text": "a"}}, {"type": "response.output_text.delta", "delta": 5},
+    {"type": "response.created", "response": {"metadata": {"text": "a", "content": "b"}, "output": []}},
+    {"type": "response.in_progress", "response": {"input": [{"role": "user", "content": "a"}]}},
+    {"type": "response.output_item.added", "item": {"type": "function_call", "name": "f", "arguments": ""}},
+    {"type": "response.output_text.done", "text": "a"},
+    {"type": "content_block_start", "content_block": {"type": "thinking", "thinking": "", "signature": ""}},
+    {"type": "content_block_start", "content_block": {"type": "thinking", "thinking": "a"}},
+    {"type": "content_block_start", "content_block": {"type": "text", "text": "a"}},
+    {"type": "content_block_delta", "delta": {"type": "signature_delta", "signature": "a"}},
+    {"type": "content_block_delta", "delta": {"type": "text_delta", "text": 5}},
+    {"error": {"message": "no", "content": "a"}}, {"type": "error", "error": {"message": "no", "text": "a"}},
+]  # fmt: skip
+DETAILS = {"prompt_tokens_details": {"cached_tokens": 3}}
+# Documents with token counts, odd ones too, each alone as an event and as a JSON answer: both ways read the same.
+USAGES: list[Any] = [
+    *(
+        {"choices": [], "usage": usage}
+        for usage in (
+            {"prompt_tokens": 5, "completion_tokens": 7},
+            {"prompt_tokens": 5.0, "completion_tokens": 7.0},
+            {"prompt_tokens": 5.5, "completion_tokens": 7},
+            {"prompt_tokens": "5", "completion_tokens": "7"},
+            {"prompt_tokens": None, "completion_tokens": 7},
+            {"prompt_tokens": True, "completion_tokens": 7},
+            {"prompt_tokens": -1, "completion_tokens": 7},
+            {"prompt_tokens": 1e300, "completion_tokens": 7},
+            {"prompt_tokens": 16_777_216, "completion_tokens": 16_777_217},
+            {"prompt_tokens": [5], "completion_tokens": {"a": 1}},
+            {"prompt_tokens": 0, "completion_tokens": 0},
+            {"prompt_tokens": 5, "completion_tokens": 7, "input_tokens": 50, "output_tokens": 70},
+            {"prompt_tokens": None, "completion_tokens": None, "input_tokens": 50, "output_tokens": 70},
+            {"prompt_tokens": 5, "completion_tokens": 7, **DETAILS},
+            {"prompt_tokens": 5, "completion_tokens": 7, **DETAILS, "cache_read_input_tokens": 4},
+            {"prompt_tokens": 5, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": None}},
+            {"prompt_tokens": 5, "prompt_tokens_details": {}, "input_tokens_details": {"cached_tokens": 2}},
+            {"prompt_tokens": 5, "prompt_tokens_details": None, "cache_read_input_tokens": 2},
+            {"prompt_tokens": 5, "completion_tokens_details": {"prompt_tokens": 9}, "x": {"completion_tokens": 9}},
+            [], "x", None, {},
+        )
+    ),
+    {"response": {"usage": {"input_tokens": 50, "output_tokens": 70, "input_tokens_details": {"cached_tokens": 2}}}},
+    {"response": {"usage": None}, "usage": {"input_tokens": 3}}, {"usages": {"prompt_tokens": 5}}, None, 5, "usage", [],
 ]  # fmt: skip
 
 
@@ -181,6 +236,8 @@ class Run:
 
     variants: dict[str, Observed]
     corpus: list[bool]
+    usages: dict[str, list[Usage]]
+    """By how the documents of `USAGES` came: `event` or `answer`."""
     stats: dict[str, int]
     written: dict[str, list[float]]
     """When each write of an answer left its server, ms since the epoch."""
@@ -194,6 +251,11 @@ def choose_on(first: bool) -> Any:
         name = seen.headers["x-variant"]
         if name.startswith("corpus-"):
             return Script([(0.0, event(CORPUS[int(name.removeprefix("corpus-"))]))])
+        if name.startswith("event-"):
+            return Script([(0.0, event(USAGES[int(name.removeprefix("event-"))]))])
+        if name.startswith("answer-"):
+            document = json.dumps(USAGES[int(name.removeprefix("answer-"))]).encode()
+            return Script([(0.0, document)], content_type="application/json")
         if name == "retry" and first:
             return Script([(0.0, b"{}")], status=503, content_type="application/json", header_delay_ms=150.0)
         if name == "gzip_if_asked" and "gzip" in seen.headers.get("accept-encoding", ""):
@@ -273,6 +335,14 @@ def over_http2(bootstrap: dict[str, Any]) -> dict[str, Any]:
     return bootstrap
 
 
+def patient(bootstrap: dict[str, Any]) -> dict[str, Any]:
+    """Envoy waits for the picker however busy the machine is: what is counted here isn't its haste."""
+    manager = bootstrap["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    ext_proc = next(item for item in manager["http_filters"] if item["name"].endswith("ext_proc"))
+    ext_proc["typed_config"]["message_timeout"] = "60s"
+    return bootstrap
+
+
 @contextlib.asynccontextmanager
 async def endpoints(fakes: list[FakeModelServer], *, http2: bool) -> AsyncIterator[list[str]]:
     """Where Envoy reaches the servers, in their order."""
@@ -282,6 +352,10 @@ async def endpoints(fakes: list[FakeModelServer], *, http2: bool) -> AsyncIterat
         return
     async with servers.envoy(fronts(addresses)) as front:
         yield [front.listeners[f"front{number}"] for number in range(len(fakes))]
+
+
+def counts(entry: AccessLogEntry) -> Usage:
+    return Usage(entry.input_tokens, entry.output_tokens, entry.cached_tokens)
 
 
 async def run_all(*, workers: int, http2: bool) -> Run:
@@ -297,14 +371,17 @@ async def run_all(*, workers: int, http2: bool) -> Run:
             routers=(RouterAddress(Address("127.0.0.1", picker.port), picker.health_port),),
             collectors=(Address("127.0.0.1", log.port),),
         )
-        bootstrap = over_http2(render(config)) if http2 else render(config)
+        bootstrap = patient(over_http2(render(config)) if http2 else render(config))
         async with (
             servers.envoy(bootstrap, workers=workers) as proxy,
             httpx.AsyncClient(base_url=proxy.url, timeout=30.0, limits=httpx.Limits(max_connections=None)) as client,
         ):
             corpus = [f"corpus-{index}" for index in range(len(CORPUS))]
             results = dict(zip(SCRIPTS, await asyncio.gather(*(send(client, name) for name in SCRIPTS)), strict=True))
+            documents = {way: [f"{way}-{index}" for index in range(len(USAGES))] for way in ("event", "answer")}
             await asyncio.gather(*(send(client, name) for name in corpus))
+            for names in documents.values():
+                await asyncio.gather(*(send(client, name) for name in names))
 
             async def logged(name: str) -> tuple[AccessLogEntry, dict[str, str]]:
                 message = await log.entry(lambda entry: entry.request.request_id == name)
@@ -317,9 +394,10 @@ async def run_all(*, workers: int, http2: bool) -> Run:
                 entry, lua = await logged(name)
                 variants[name] = Observed(entry, status, body, lua)
             found = [(await logged(name))[0].first_content_unix_us is not None for name in corpus]
+            usages = {way: [counts((await logged(name))[0]) for name in names] for way, names in documents.items()}
             stats = await proxy.stats("lua|ext_proc|upstream_rq_retry$")
             accepted = {seen.headers.get("accept-encoding", "") for seen in one.requests}
-    return Run(variants, found, stats, {**one.written, **two.written, "retry": two.written["retry"]}, accepted)
+    return Run(variants, found, usages, stats, {**one.written, **two.written, "retry": two.written["retry"]}, accepted)
 
 
 @pytest.fixture(
@@ -483,14 +561,22 @@ def test_lua_and_python_call_the_same_events_content(run: Run) -> None:
     assert disagree == []
 
 
+@pytest.mark.parametrize("way", ["event", "answer"])
+def test_envoy_and_python_read_the_same_token_counts(run: Run, way: str) -> None:
+    none = Usage(None, None, None)
+    read = [usage_of(document) or none for document in USAGES]
+    pairs = zip(USAGES, run.usages[way], read, strict=True)
+    assert [(document, logged, usage) for document, logged, usage in pairs if logged != usage] == []
+
+
 def test_the_script_runs_once_per_answer_and_never_fails(run: Run) -> None:
     assert run.stats["http.ingress.lua.first_content.errors"] == 0
-    answered = len(SCRIPTS) + len(CORPUS)
+    answered = len(SCRIPTS) + len(CORPUS) + 2 * len(USAGES)
     assert run.stats["http.ingress.lua.first_content.executions"] <= answered
 
 
 def test_a_picker_hears_two_messages_per_request_and_no_response(run: Run) -> None:
-    requests = len(SCRIPTS) + len(CORPUS)
+    requests = len(SCRIPTS) + len(CORPUS) + 2 * len(USAGES)
     assert run.stats["http.ingress.ext_proc.streams_started"] == requests
     assert run.stats["http.ingress.ext_proc.stream_msgs_sent"] == 2 * requests
     assert run.stats["http.ingress.ext_proc.failure_mode_allowed"] == 0

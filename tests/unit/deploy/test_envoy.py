@@ -198,7 +198,7 @@ def test_responses_are_shown_where_a_name_is_to_be_restored_and_nowhere_else() -
 def test_an_envoy_that_lacks_the_filters_of_labels_is_asked_for_none() -> None:
     rendered = render(config(shape="full_duplex", completions="response_stream", collectors=()))
     text = json.dumps(rendered)
-    for part in ("sse_to_metadata", "json_to_metadata", "lua", "access_loggers.grpc", "US_RX_BODY_BEG"):
+    for part in ("json_to_metadata", "lua", "access_loggers.grpc", "US_RX_BODY_BEG"):
         assert part not in text
     assert [found["name"] for found in manager(rendered)["http_filters"]] == [
         "envoy.filters.http.ext_proc",

@@ -75,6 +75,20 @@ ROLE = chat(role="assistant", content="")
         ({"type": "content_block_delta", "delta": {"type": "text_delta", "text": "x"}}, True),
         ({"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": "x"}}, True),
         ({"type": "content_block_delta", "delta": {"type": "text_delta", "text": ""}}, False),
+        ({"type": "content_block_start", "content_block": {"type": "thinking", "thinking": "x"}}, True),
+        ({"type": "content_block_delta", "delta": {"type": "signature_delta", "signature": "x"}}, False),
+        ({"type": "response.custom_tool_call_input.delta", "delta": "x"}, True),
+        ({"type": "response.reasoning.delta", "delta": {"text": "x"}}, True),
+        ({"type": "response.created", "response": {"metadata": {"text": "x"}}}, False),
+        (chat(content=[{"type": "text", "text": "x"}]), True),
+        (chat(content=[{"type": "text", "text": ""}]), False),
+        (chat(content=[{"type": "thinking", "thinking": [{"type": "text", "text": "x"}]}]), True),
+        (chat(content=[[[[[[["x"]]]]]]]), False),
+        (chat(content=5), False),
+        (chat(reasoning_details=[{"type": "reasoning.text", "text": "x"}]), True),
+        (chat(thinking="x"), True),
+        (chat(audio={}, function_call={}), False),
+        ({"choices": [{"message": {"content": "x"}}]}, True),
         ({"error": {"message": "content"}}, False),
         ({"choices": None, "type": ["content_block_delta"]}, False),
         ({"choices": ["content", None, 3, {"delta": "content"}]}, False),
@@ -163,6 +177,17 @@ def test_a_line_beyond_1_mib_makes_the_label_unknown_and_frees_its_memory():
         ({"usage": {"output_tokens": 0}}, Usage(None, 0, None)),
         ({"usage": {"prompt_tokens": -1, "completion_tokens": True}}, None),
         ({"usage": {"prompt_tokens": "5", "completion_tokens": 7.5}}, None),
+        ({"usage": {"prompt_tokens": 5.0, "completion_tokens": 1e300}}, Usage(5, None, None)),
+        ({"usage": {"prompt_tokens": None, "input_tokens": 5, "output_tokens": 7}}, Usage(5, 7, None)),
+        (
+            {"usage": {"prompt_tokens": 5, "completion_tokens": 7, "input_tokens": 0, "output_tokens": 0}},
+            Usage(5, 7, None),
+        ),
+        ({"usage": {"prompt_tokens_details": {}, "input_tokens_details": {"cached_tokens": 2}}}, Usage(None, None, 2)),
+        (
+            {"usage": {"prompt_tokens_details": {"cached_tokens": None}, "cache_read_input_tokens": 2}},
+            Usage(None, None, 2),
+        ),
         ({"usage": {}}, None),
         ({"usage": None}, None),
         ({"usage": [1], "response": 3}, None),
@@ -222,6 +247,40 @@ def test_usage_does_not_depend_on_the_end_of_the_stream_or_on_frames(writes):
 def test_an_event_that_was_not_ended_is_none(cut):
     assert observe(CONTENT, USAGE[:-cut]).usage() is None
     assert observe(CONTENT, USAGE, USAGE.replace(b"7", b"9")[:-cut]).usage() == Usage(5, 7, None)
+
+
+@pytest.mark.parametrize("size", [10, 20_000, 700_000])
+def test_the_usage_at_the_end_of_an_event_that_holds_the_whole_answer(size):
+    """What ends an answer of the responses API: longer than what is kept of a stream."""
+    answer = {"output": [{"content": [{"text": 'say "usage":{"input_tokens":1} ' * (size // 30)}]}]}
+    usage = {"input_tokens": 5, "output_tokens": 7, "input_tokens_details": {"cached_tokens": 3}}
+    first = line({"type": "response.output_text.delta", "delta": "x"})
+    last = line({"type": "response.completed", "response": {**answer, "usage": usage, "metadata": {"a": "b"}}})
+    assert observe(first, *(last[i : i + 9_000] for i in range(0, len(last), 9_000))).usage() == Usage(5, 7, 3)
+
+
+@pytest.mark.parametrize("scalar", [b"null", b"1", b'"usage"', b"true", b"[]", b"-1.5"])
+def test_an_event_that_is_no_object_is_passed_over(scalar):
+    observer = observe(
+        b"data: " + scalar + b"\n\n", CONTENT, b"data: " + scalar + b"\n\n", line({"usage": {"prompt_tokens": 5}})
+    )
+    assert observer.first_content_ms == 2
+    assert observer.usage() == Usage(5, None, None)
+
+
+@pytest.mark.parametrize("odd", [b'"\\ud83d"', b'"x\xff"', b'"x","y":NaN'])
+def test_json_that_is_not_quite_one_is_read_as_envoy_s_script_reads_it(odd):
+    observer = observe(b'data: {"choices":[{"text":' + odd + b'}],"usage":{"prompt_tokens":5}}\n\n')
+    assert observer.first_content_ms == 1
+    assert observer.usage() == Usage(5, None, None)
+
+
+def test_a_line_in_many_chunks_is_joined_once():
+    """Its bytes are looked at when its end is there: 64 Ki chunks of a byte would be the square of that otherwise."""
+    observer = EventStreamObserver()
+    for byte in b'data: {"choices":[{"text":"' + b"x" * 65_536 + b'"}]}\n':
+        observer.feed(bytes((byte,)), 1.0)
+    assert observer.first_content_ms == 1.0
 
 
 def test_counts_that_anthropic_splits_over_two_events_are_joined():
