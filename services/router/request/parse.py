@@ -252,7 +252,7 @@ def _decode(body: bytes) -> dict[str, Any]:
 def _large(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError):  # the other one reads deeper, and says where it stopped
+    except (msgspec.MsgspecError, RecursionError):  # the other one reads 1,024 levels deep, and says where it stopped
         return _small(body)
 
 

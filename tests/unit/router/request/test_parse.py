@@ -223,7 +223,7 @@ def test_numbers_that_json_allows_are_read_however_large_the_body(text: str, mor
     ("value", "reason", "says"),
     [
         ("[" * 1_000 + "]" * 1_000, None, ""),
-        ("[" * 1_025 + "]" * 1_025, RejectReason.BODY_TOO_COMPLEX, "1024"),
+        ("[" * 50_000 + "]" * 50_000, RejectReason.BODY_TOO_COMPLEX, "1024"),
         ("1e999", RejectReason.BODY_NOT_JSON, "byte"),
         ("9" * 5_000, RejectReason.BODY_NOT_JSON, "byte"),
         ("NaN", RejectReason.BODY_NOT_JSON, "byte"),
