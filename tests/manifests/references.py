@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from pydantic_settings import BaseSettings
 
@@ -25,6 +26,7 @@ from services.trainer.settings import TrainerSettings
 from shared import names
 from shared.clock import SystemClock
 from shared.errors import ConfigurationError
+from shared.lifecycle import Readiness, probe_app
 from shared.settings import load
 from tests.manifests.overlays import K8S, USERS_OWN, Overlay, Workload, walk
 
@@ -34,7 +36,10 @@ SETTINGS: Mapping[str, type[BaseSettings]] = {
     "predictor": PredictorSettings,
     "trainer": TrainerSettings,
 }
-PROBE_PATHS = {"/healthz", "/readyz"}
+SERVED = {
+    route.path for route in probe_app("any", Readiness(), CollectorRegistry()).routes if isinstance(route, APIRoute)
+}
+"""Paths that every service serves to anyone."""
 FOREIGN_IMAGES = {"nats:2", "redis:7", "envoyproxy/envoy:v1.40-latest"}
 OWN_IMAGES = ("router", "collector", "predictor", "trainer", "predictor-gpu", "trainer-tensor", "sim")
 LONGEST_STREAM_S = 130
@@ -181,7 +186,7 @@ def probes_ask_for_what_is_there(overlay: Overlay) -> Faults:
             if (http := probe.get("httpGet")) is not None:
                 if http["port"] not in workload.ports:
                     yield f"{where}: no port {http['port']}"
-                if workload.service in SETTINGS and http["path"] not in PROBE_PATHS:
+                if workload.service in SETTINGS and http["path"] not in SERVED:
                     yield f"{where}: no such path: {http['path']}"
                 if workload.service in SETTINGS and kind == "livenessProbe" and http["path"] != "/healthz":
                     yield f"{where}: {http['path']} would restart a service that only waits"
@@ -402,7 +407,7 @@ def monitors_find_metrics(overlay: Overlay) -> Faults:
     for document in overlay.of("PodMonitor"):
         for workload in overlay.selected(document["spec"]["selector"]["matchLabels"]):
             for each in document["spec"]["podMetricsEndpoints"]:
-                if each.get("path") != "/metrics" or each.get("port") != "http" or "http" not in workload.ports:
+                if each.get("path") not in SERVED or each.get("port") != "http" or "http" not in workload.ports:
                     yield f"PodMonitor {document['metadata']['name']}: {each} of {workload.name}"
             if workload.service in SETTINGS and not any(
                 peer.get("namespaceSelector") and "http" in {port["port"] for port in rule["ports"]}

@@ -18,6 +18,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from deploy.k8s.check import Check
 from deploy.local.envoy import Address, RouterAddress
 from shared import names
 from shared.samples import LatencySample, TtftSource
@@ -206,6 +207,14 @@ async def test_its_sample_has_a_time_to_first_token(running: Driven) -> None:
     assert sample.ttft_source is expected
     assert sample.output_tokens == 21
     assert sample.endpoint in {model.address for model in running.models}
+
+
+async def test_the_check_after_an_installation_finds_all_well(running: Driven) -> None:
+    said: list[str] = []
+    check = Check(str(running.client.base_url).rstrip("/"), running.router_http, TOKEN, "m")
+    await asyncio.to_thread(check.run, said.append)
+    assert len(said) == 3
+    assert "2 endpoints that are ready" in said[0]
 
 
 async def test_the_ordinary_service_is_none_of_the_router_s_business(running: Driven) -> None:
