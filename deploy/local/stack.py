@@ -41,8 +41,10 @@ _DRAIN_POLL_S: Final = 0.05
 _PREFIXES: Final = tuple(
     f"LEADTIME_{block}_" for block in ("ROUTER", "COLLECTOR", "TRAINER", "PREDICTOR", "NATS", "STREAM", "REDIS", "LOG")
 )
-_OTHERS: Final = frozenset({"LEADTIME_DATA", "LEADTIME_CRDS", "LEADTIME_FUZZ_CASES"})
-"""Of benchmarks and checks: no service's, and no typo."""
+_OTHERS: Final = frozenset(
+    {"LEADTIME_DATA", "LEADTIME_CRDS", "LEADTIME_FUZZ_CASES", "LEADTIME_STANDIN_IMAGES", "LEADTIME_SECRETS_DIR"}
+)
+"""Of benchmarks, checks and all services' secrets: no service's own, and no typo."""
 # Stopped in this order: first what takes requests in, last what the others write to.
 _TIER_EDGE, _TIER_SERVICES, _TIER_STORES = 0, 1, 2
 
