@@ -25,7 +25,7 @@ HERE: Final = Path(__file__).parent
 NAMESPACE: Final = "inference"
 """Part of names in Istio and Envoy Gateway; kustomize puts the overlay's own in its place."""
 GATEWAY: Final = "inference-gateway"
-LISTENER: Final = "http"
+GATEWAY_PORT: Final = 80
 MODELS: Final = Address("leadtime-models", 8000)
 ROUTER: Final = RouterAddress(Address("leadtime-router-pods", 9002), 9003)
 COLLECTOR: Final = Address("leadtime-collector", 9001)
@@ -98,7 +98,7 @@ def envoy_filter(environment: Mapping[str, str]) -> dict[str, Any]:
             "LISTENER",
             "MERGE",
             {"per_connection_buffer_limit_bytes": parts.body_limit_bytes},
-            listener={"portNumber": 80},
+            listener={"portNumber": GATEWAY_PORT},
         ),
         _edge_patch(
             parts, access_log=parts.manager["access_log"], stream_idle_timeout=parts.manager["stream_idle_timeout"]
@@ -143,7 +143,7 @@ def envoy_patch(environment: Mapping[str, str]) -> dict[str, Any]:
         operation = {"op": "add", "path": path, "value": value}
         return {"type": f"type.googleapis.com/envoy.config.{kind}", "name": name, "operation": operation}
 
-    listener = ("listener.v3.Listener", f"{NAMESPACE}/{GATEWAY}/{LISTENER}")
+    listener = ("listener.v3.Listener", f"tcp-{GATEWAY_PORT}")
     patches = [
         patch("cluster.v3.Cluster", _COLLECTOR_CLUSTER, "", cluster),
         patch(*listener, f"{manager}/access_log/-", log),

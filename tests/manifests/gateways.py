@@ -382,7 +382,7 @@ def envoy_gateway(overlay: Overlay, places: Places) -> Document:
         "static_resources": {
             "listeners": [
                 {
-                    "name": f"{namespace}/{gateway['metadata']['name']}/{listener['name']}",
+                    "name": f"tcp-{listener['port']}",  # by XDSNameSchemeV2
                     "per_connection_buffer_limit_bytes": limit,
                     "default_filter_chain": {"filters": [named(HCM, manager)]},
                 }

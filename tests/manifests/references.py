@@ -582,10 +582,7 @@ def clusters_exist(overlay: Overlay) -> Faults:
                 found = (host, value["port_value"], rest.removesuffix(".svc.cluster.local"))
                 yield from named_service(overlay, where, found, value["address"], namespace)
         (gateway,) = overlay.of("Gateway")
-        listeners = {
-            f"{gateway['metadata']['namespace']}/{gateway['metadata']['name']}/{listener['name']}"
-            for listener in gateway["spec"]["listeners"]
-        }
+        listeners = {f"tcp-{listener['port']}" for listener in gateway["spec"]["listeners"]}
         for patch in document["spec"].get("jsonPatches", []):
             if patch["type"].endswith("Listener") and patch["name"] not in listeners:
                 yield f"{where}: no listener {patch['name']}"
