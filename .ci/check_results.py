@@ -203,6 +203,7 @@ def bench_scale(result: Mapping[str, Any]) -> list[str]:
         "idle_router.cores": result["idle_router"]["cores"],
         "idle_router.resident_mb": result["idle_router"]["resident_mb"],
         "decision.ratio": result["decision"]["ratio"],
+        "decision.policy_stage_us.p99": result["decision"]["policy_stage_us"]["p99"],
         **{f"replay.{key}": value for key, value in result["shortlist"]["replay"]["ratio"].items()},
         **{f"states.{key}": value for key, value in result["shortlist"]["states"]["predicted_ratio"].items()},
     }

@@ -114,6 +114,7 @@ class _Record:
     input_tokens: float
     own: bool
     dispatched_ms: float
+    backlog_tokens: float
     passed_over: bool = False
     finished_ms: float | None = None
 
@@ -283,6 +284,7 @@ class PoolState:
         own: bool,
     ) -> bool:
         slot = endpoint.slot
+        backlog_tokens = self.table.pending_tokens(slot, dispatched_ms) + uncached_tokens
         added = self.ledger.add(
             decision_id,
             slot,
@@ -294,6 +296,7 @@ class PoolState:
         )
         if not added:
             return False
+        self.table.observe_arrival(slot, dispatched_ms)
         if self.on_first_request is not None and self.ledger.in_flight(slot) == 1:
             self.on_first_request(endpoint.address)
         pending, ahead_tokens = self.ledger.pending(slot)
@@ -309,6 +312,7 @@ class PoolState:
             input_tokens,
             own,
             dispatched_ms,
+            backlog_tokens,
         )
         if len(self._records) > _MAX_RECORDS:
             self._records.popitem(last=False)
@@ -483,6 +487,8 @@ class PoolState:
             return  # another endpoint served it in the end, or this one has restarted
         if sample.ttft_ms is not None:
             self.ledger.learn_ttft(record.slot, record.ahead_tokens, sample.ttft_ms)
+            step_ms = self.table.step_time_ms(record.slot) or 0.0
+            self.table.observe_prefill(record.slot, record.backlog_tokens, max(sample.ttft_ms - step_ms, 0.0))
         if sample.input_tokens is not None and match is not None and self.cache_book.live(record.slot):
             self._learn_chain(record, match, sample.input_tokens, now_ms)
         elif sample.cached_tokens is not None and record.alone:
@@ -642,6 +648,7 @@ class PoolState:
                 self.journal.load_seen(address, metrics.waiting_requests + metrics.running_requests, now_ms)
         if metrics.kv_capacity_tokens:
             self._kv_tokens[endpoint.slot] = metrics.kv_capacity_tokens
+            self.table.set_kv_capacity(endpoint.slot, float(metrics.kv_capacity_tokens))
             self._size_shelf(endpoint)
         return renewed
 

@@ -36,6 +36,9 @@ class Candidates:
     scrape_age_ms: Column
     scrape_known: Column
     hardware_class: Column
+    prefill_ms_per_token: Column
+    kv_capacity_tokens: Column
+    arrivals_per_ms: Column
 
     def __len__(self) -> int:
         return len(self.addresses)

@@ -14,6 +14,7 @@ Limits: one event loop. An endpoint whose model list is unknown counts as servin
 serve it; a model is "not found" only when every endpoint has told its list.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -41,9 +42,11 @@ class _Value(IntEnum):
     STEP_TIME_MS = 3
     STEP_TIME_KNOWN = 4
     HARDWARE_CLASS = 5
-    WAITING_REQUESTS = 6
-    RUNNING_REQUESTS = 7
-    KV_CACHE_UTILIZATION = 8
+    PREFILL_MS_PER_TOKEN = 6
+    KV_CAPACITY_TOKENS = 7
+    WAITING_REQUESTS = 8
+    RUNNING_REQUESTS = 9
+    KV_CACHE_UTILIZATION = 10
 
 
 class _Instant(IntEnum):
@@ -57,15 +60,23 @@ class _Instant(IntEnum):
     TOKENS_PER_MS = 5
     HEAD_TOKENS = 6
     HEAD_TOKENS_PER_MS = 7
+    ARRIVALS = 8
+    ARRIVED = 9
 
 
 # Not infinity: an age times 0 must be 0.
 _NEVER_MS: Final = 1e18
 _EMPTY_VALUES: Final = np.zeros((len(_Value), 1), np.float32)
-_EMPTY_INSTANTS: Final = np.array([[_NEVER_MS], [-_NEVER_MS], [0.0], [0.0], [0.0], [0.0], [0.0], [0.0]])
+_EMPTY_INSTANTS: Final = np.array([[_NEVER_MS], [-_NEVER_MS], [0.0], [0.0], [0.0], [0.0], [0.0], [0.0], [0.0], [0.0]])
 # Weight of the newest step time; half of an old one's weight is gone after 6 outcomes.
 _STEP_TIME_GAIN: Final = 0.1
 _MIN_STEP_MS: Final = 0.1
+# Less to compute says more about a step than about a token.
+_PREFILL_LEAST_TOKENS: Final = 128.0
+# An outcome's weight in the endpoint's time per token halves every 138 outcomes.
+_PREFILL_KEPT: Final = 0.995
+# Over how long arrivals are counted; older ones fade.
+_ARRIVALS_MS: Final = 30_000.0
 # An endpoint that returns takes two requests at once, and twice as many with every second: its empty ledger would draw
 # the whole pool's traffic onto a server that may not bear it.
 _RAMP_FIRST_REQUESTS: Final = 2.0
@@ -132,6 +143,8 @@ class EndpointTable:
         self._groups: dict[tuple[str | None, frozenset[str] | None], _Group] = {}
         self._ramps: dict[int, float] = {}
         """When an endpoint returned, by slot, for those that are not yet up to their full share."""
+        self._prefilled: dict[int, list[float]] = {}
+        """Decaying sums by slot: TTFT in ms, and the tokens that stood before it."""
         self._values = np.tile(_EMPTY_VALUES, (1, capacity))
         self._instants = np.tile(_EMPTY_INSTANTS, (1, capacity))
         self._bind()
@@ -152,6 +165,7 @@ class EndpointTable:
     def _blank(self, slot: int) -> None:
         self._values[:, slot] = _EMPTY_VALUES[:, 0]
         self._instants[:, slot] = _EMPTY_INSTANTS[:, 0]
+        self._prefilled.pop(slot, None)
 
     @property
     def capacity(self) -> int:
@@ -299,6 +313,35 @@ class EndpointTable:
         self._values[_Value.STEP_TIME_KNOWN, slot] = 1.0
         self._instants[_Instant.TOKENS_PER_MS, slot] = 1.0 / max(average, _MIN_STEP_MS)
 
+    def observe_arrival(self, slot: int, now_ms: float) -> None:
+        """A request was dispatched to the endpoint, by whichever router."""
+        instants = self._instants[:, slot]
+        since_ms = max(now_ms - float(instants[_Instant.ARRIVED]), 0.0)
+        instants[_Instant.ARRIVALS] = 1.0 + float(instants[_Instant.ARRIVALS]) * math.exp(-since_ms / _ARRIVALS_MS)
+        instants[_Instant.ARRIVED] = now_ms
+
+    def observe_prefill(self, slot: int, tokens: float, ttft_ms: float) -> None:
+        """Fold one outcome into the endpoint's time per token until the first token, a ratio of decaying sums.
+
+        `tokens`: that had to be computed before its first one, its own among them.
+        """
+        if tokens < _PREFILL_LEAST_TOKENS:
+            return
+        sums = self._prefilled.setdefault(slot, [0.0, 0.0])
+        sums[0] = sums[0] * _PREFILL_KEPT + ttft_ms
+        sums[1] = sums[1] * _PREFILL_KEPT + tokens
+        self._values[_Value.PREFILL_MS_PER_TOKEN, slot] = sums[0] / sums[1]
+
+    def set_kv_capacity(self, slot: int, tokens: float) -> None:
+        """Tokens that the endpoint's KV cache holds, as its server tells."""
+        self._values[_Value.KV_CAPACITY_TOKENS, slot] = tokens
+
+    def pending_tokens(self, slot: int, now_ms: float) -> float:
+        """Uncached tokens before a request that comes at `now_ms`, as a decision sees them."""
+        instants = self._instants[:, slot]
+        done = max(now_ms - float(instants[_Instant.HEAD_SINCE]), 0.0) * float(instants[_Instant.HEAD_TOKENS_PER_MS])
+        return float(self._pending_tokens[slot]) - min(done, float(instants[_Instant.HEAD_TOKENS]))
+
     def scrape_age_ms(self, slot: int, now_ms: float) -> float | None:
         """Age of the newest scrape, however old; None if there was none."""
         at_ms = float(self._instants[_Instant.SCRAPED, slot])
@@ -389,7 +432,7 @@ class EndpointTable:
         known = ages[_Instant.SCRAPED] <= self.scrape_limit_ms
         ages[_Instant.SCRAPED] *= known
         values[_Value.WAITING_REQUESTS :] *= known
-        pending_tokens, pending, decoding, step, step_known, hardware, waiting, running, kv = values
+        pending_tokens, pending, decoding, step, step_known, hardware, pace, capacity, waiting, running, kv = values
         # A request in decode has grown by one token per step since its first: the mean needs no loop over requests.
         growth = ages[_Instant.DECODE_SINCE_MEAN]
         growth *= decoding
@@ -419,7 +462,18 @@ class EndpointTable:
             scrape_age,
             known.astype(np.float32),
             hardware,
+            pace,
+            capacity,
+            self._arrival_rate(instants, now_ms),
         )
+
+    @staticmethod
+    def _arrival_rate(instants: npt.NDArray[np.float64], now_ms: float) -> npt.NDArray[np.float32]:
+        since = np.maximum(now_ms - instants[_Instant.ARRIVED], 0.0)
+        rate: npt.NDArray[np.float32] = (
+            instants[_Instant.ARRIVALS] * np.exp(since * (-1.0 / _ARRIVALS_MS)) * (1.0 / _ARRIVALS_MS)
+        ).astype(np.float32)
+        return rate
 
     def _group(self, model: str | None, subset: frozenset[str] | None) -> _Group:
         """Find who serves the model (None: any); kept until an endpoint changes."""

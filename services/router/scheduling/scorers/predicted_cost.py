@@ -1,24 +1,31 @@
 """`predicted-cost-scorer`: what sending the request here costs, us and others, in milliseconds.
 
     cost = TTFT + stall_weight · own prefill time · requests there
+                + future_weight · own prefill time · arrivals there while we wait
                 + decode_weight · step time our decode adds · requests there · output tokens
-                + slo_risk_ms · (1 − the best candidate's risk) · risk
+                + kv_pressure_ms · how far the KV cache would be filled beyond kv_pressure_from, squared
+                + slo_risk_ms · (1 − the best candidate's risk)⁴ · risk
 
-The simulation behind it (DECISIONS.md): TTFT is the only own term, since TPOT × output drowns prefix locality in
-momentary batch differences; small prices for others keep prefills off endpoints that decode much. risk = P(an SLO is
-missed), ours by the predicted quantiles, plus the rise of the neighbours' risk, who are taken to have our TPOT
-objective. It fades as the best candidate's own risk nears 1: in overload it no longer ranks endpoints.
+The replays behind it (DECISIONS.md): TTFT is the only own term, since TPOT × output drowns prefix locality in
+momentary batch differences; small prices for others keep prefills off endpoints that decode much. The more arrives
+while a request waits, the more its own prefill holds up: so long prompts insist on a short wait, which the stall price
+alone would sell. risk = P(an SLO is missed), ours by the predicted quantiles, plus the rise of the neighbours' risk,
+who are taken to have our TPOT objective, over answers whose rest is known less sharply than the next step. It fades as
+the best candidate's own risk nears 1: in overload it no longer ranks endpoints. A full KV cache admits nobody until an
+answer ends, and preempts: no latency model sees that coming, the scraped utilization does.
 
-Own prefill time is our uncached tokens at the pace of the endpoint's hardware class: the candidates' predicted TTFT
-without one step, over their backlogs. (The share of an endpoint's own TTFT that our tokens have in its backlog makes a
-long queue look cheap and an empty one dear: TTFT P90 ×1.5 on scenario A, where the pace gives ×1.0.) The step
-time our decode adds is a share of the predicted TPOT without its batch: `step_share_per_…` fit seven accelerators and
-models within about 30 %, so no hardware table is needed.
+Own prefill time is our uncached tokens at the endpoint's pace: its measured TTFTs without one step, over the backlogs
+that they found. Until an endpoint has been measured it is that of its hardware class, from the candidates' predicted
+TTFT likewise. (The share of an endpoint's own TTFT that our tokens have in its backlog makes a long queue look cheap
+and an empty one dear: TTFT P90 ×1.5 on scenario A, where the pace gives ×1.0.) The step time our decode adds is a share
+of the predicted TPOT without its batch: `step_share_per_…` fit seven accelerators and models within about 30 %, so no
+hardware table is needed.
 
 Score = cheapest cost / cost: in (0, 1], monotone, and ratios of costs are kept, so max-score picks the cheapest.
-Without a TTFT prediction the end-to-end latency stands in its place and the stall term is left out; without a TPOT
-prediction the decode term and TPOT risk are left out; without either latency, or without a prediction, None. An
-unpredicted endpoint costs what the dearest predicted one does, so that not knowing neither draws nor shuts out.
+Without a TTFT prediction the end-to-end latency stands in its place and what our prefill costs others is left out;
+where no scrape tells of the KV cache, its term is; without a TPOT prediction the decode term and TPOT risk are left
+out; without either latency, or without a prediction, None. An unpredicted endpoint costs what the dearest predicted one
+does, so that not knowing neither draws nor shuts out.
 """
 
 import math
@@ -40,11 +47,18 @@ _ONE = np.float32(1.0)
 _HALF = np.float32(0.5)
 # A cost this small (ms) is no cost: it keeps ratios finite.
 _LEAST_COST_MS: Final = np.float32(1e-3)
+# A long queue may hold several times what the KV cache has room for; beyond this, waiting is in the predicted TTFT.
+_MOST_PRESSURE: Final = np.float32(2.0)
 # z of the normal distribution's 90th percentile, by which a spread is read from p50 and p90.
 _Z90: Final = np.float32(1.2815516)
 # Log spread used without a p90, and the least one believed: a model that is never wrong by 2 % isn't known.
 _SPREAD_UNKNOWN: Final = np.float32(0.3)
 _SPREAD_LEAST: Final = np.float32(0.02)
+# Least log spread of what others' answers take in the end: of their rest only the next steps are known. With the
+# prediction's own spread their risk drowned prefix locality where TPOT is near its objective (scenario C at 95 %).
+_OTHERS_SPREAD: Final = np.float32(0.3)
+# Power of the best candidate's chance by which risk fades: with 1 and 2 locality was given up where TPOT can't be met.
+_FADING: Final = 4
 # tanh form of the normal distribution function, within 3e-4 of it.
 _CDF_LINEAR: Final = np.float32(0.7978845608)
 _CDF_CUBIC: Final = np.float32(0.7978845608 * 0.044715)
@@ -54,11 +68,18 @@ _DENSITY_AT_0: Final = np.float32(1.0 / math.sqrt(2.0 * math.pi))
 class PredictedCostConfig(StrictConfig):
     """Prices of what a request does to others, and of a missed objective."""
 
-    stall_weight: Annotated[float, Field(ge=0, le=10)] = 0.2
+    stall_weight: Annotated[float, Field(ge=0, le=10)] = 0.25
     """α: ms of cost per ms that our prefill holds up each request there. More favours decode over TTFT's tail."""
+    future_weight: Annotated[float, Field(ge=0, le=10)] = 0.5
+    """φ: ms of cost per ms that our prefill holds up each request that arrives there while we wait. More favours TTFT's
+    tail over TPOT and end-to-end latency."""
     decode_weight: Annotated[float, Field(ge=0, le=10)] = 0.02
     """γ: ms of cost per ms that our decode adds to others' answers."""
-    slo_risk_ms: Annotated[float, Field(ge=0, le=100_000)] = 1000.0
+    kv_pressure_ms: Annotated[float, Field(ge=0, le=100_000)] = 3000.0
+    """Cost of an endpoint whose KV cache we would fill to the last block."""
+    kv_pressure_from: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """KV-cache utilization, ours and what is queued before us included, up to which it costs nothing."""
+    slo_risk_ms: Annotated[float, Field(ge=0, le=100_000)] = 2500.0
     """S: cost of a certain miss of an objective, while another endpoint would surely meet it."""
     expected_output_tokens: Annotated[float, Field(ge=1, le=1_000_000)] = 256.0
     """Answer length where neither the route's history nor the request says anything."""
@@ -108,8 +129,13 @@ class PredictedCostScorer:
         requests = candidates.pending_requests + candidates.decoding_requests
         cost: _Column = own.copy()
         if ttft is not None:
-            stalled = _prefill_ms(ttft, tpot, candidates, alive) * requests
-            cost += np.float32(self._config.stall_weight) * stalled
+            prefill = _prefill_ms(ttft, tpot, candidates, alive)
+            held_up = np.float32(self._config.stall_weight) * requests
+            if self._config.future_weight > 0.0:
+                held_up += np.float32(self._config.future_weight) * candidates.arrivals_per_ms * ttft
+            cost += prefill * held_up
+        if self._config.kv_pressure_ms > 0.0:
+            cost += self._kv_pressure(candidates)
         added: _Column | None = None
         if tpot is not None:
             output_tokens = self._output_tokens(context)
@@ -120,9 +146,19 @@ class PredictedCostScorer:
             risks = self._risks(context, prediction, requests, added)
             if risks is not None:
                 ours, others = risks
-                fading = max(1.0 - float(np.nan_to_num(ours[alive], nan=1.0).min()), 0.0)
+                fading = max(1.0 - float(np.nan_to_num(ours[alive], nan=1.0).min()), 0.0) ** _FADING
                 cost += np.float32(self._config.slo_risk_ms * fading) * (ours if others is None else ours + others)
         return cost
+
+    def _kv_pressure(self, candidates: Candidates) -> _Column:
+        """Float32 (n,) ms: nothing up to a utilization, then with the square of what is over it."""
+        tokens = candidates.uncached_tokens + candidates.pending_uncached_tokens
+        capacity = candidates.kv_capacity_tokens
+        queued = np.divide(tokens, capacity, out=np.zeros_like(tokens), where=capacity > 0.0)
+        free_from = np.float32(self._config.kv_pressure_from)
+        over = (candidates.kv_cache_utilization + queued - free_from) / (_ONE - free_from)
+        pressure: _Column = np.float32(self._config.kv_pressure_ms) * np.square(np.clip(over, 0.0, _MOST_PRESSURE))
+        return pressure * candidates.scrape_known
 
     def _output_tokens(self, context: Context) -> float:
         expected = context.expected_output_tokens
@@ -167,8 +203,10 @@ class PredictedCostScorer:
             met_tpot = _ONE - _normal_cdf(z)
             met = met_tpot if met is None else met * met_tpot
             # Slope of the distribution function times the rise of log TPOT, for each request there.
-            rise = added / np.maximum(tpot, _LEAST_COST_MS) / spread
-            others = _DENSITY_AT_0 * np.exp(-_HALF * z * z) * rise * requests
+            wide: _Column = np.maximum(spread, _OTHERS_SPREAD)
+            distance: _Column = z * spread / wide
+            rise = added / np.maximum(tpot, _LEAST_COST_MS) / wide
+            others = _DENSITY_AT_0 * np.exp(-_HALF * distance * distance) * rise * requests
         if met is None:
             return None
         return _ONE - met, others
@@ -177,9 +215,13 @@ class PredictedCostScorer:
 def _prefill_ms(ttft: _Column, tpot: _Column | None, candidates: Candidates, alive: Mask) -> _Column:
     """Float32 (n,): how long our uncached tokens alone keep each endpoint busy.
 
-    Each hardware class's time per token, from its alive candidates' TTFT without one step, over their backlogs: a
-    candidate's own quotient would call its prefill short where many tokens are queued, and long where none are.
+    By the endpoint's measured time per token; where there is none, by its hardware class's, from the alive candidates'
+    predicted TTFT without one step, over their backlogs: a candidate's own quotient would call its prefill short where
+    many tokens are queued, and long where none are.
     """
+    measured = candidates.prefill_ms_per_token
+    if measured.all():
+        return candidates.uncached_tokens * measured
     backlog = candidates.uncached_tokens + candidates.pending_uncached_tokens
     work: _Column = ttft if tpot is None else np.maximum(ttft - tpot, np.float32(0.0))
     known = alive & np.isfinite(work)
@@ -187,7 +229,7 @@ def _prefill_ms(ttft: _Column, tpot: _Column | None, candidates: Candidates, ali
     ms = np.bincount(classes[known], work[known], minlength=_CLASSES)
     tokens = np.bincount(classes[known], backlog[known], minlength=_CLASSES)
     pace = ms / np.maximum(tokens, 1.0)
-    return candidates.uncached_tokens * pace[classes].astype(np.float32)
+    return candidates.uncached_tokens * np.where(measured > 0.0, measured, pace[classes].astype(np.float32))
 
 
 def _standardised(p50: _Column, p90: _Column | None, limit_ms: float) -> tuple[_Column, _Column | np.float32]:

@@ -27,6 +27,9 @@ _COLUMNS = (
     "scrape_age_ms",
     "scrape_known",
     "hardware_class",
+    "prefill_ms_per_token",
+    "kv_capacity_tokens",
+    "arrivals_per_ms",
 )
 
 

@@ -336,3 +336,30 @@ def test_a_server_s_error_leaves_nothing_in_its_cache():
     pool.finish("1", 200.0)
     pool.observe_outcome(make_sample(decision_id="1", endpoint=A, outcome=Outcome.UPSTREAM_ERROR, status=503), 210.0)
     assert matched(pool) == [0, 0]
+
+
+def test_an_endpoint_s_pace_is_learned_from_its_own_outcomes_whatever_its_hardware_is_called():
+    """Three prompts of 2,048 tokens on each, the second endpoint three times as slow; a step of 10 ms isn't prefill."""
+    pool = make_pool(A, B)
+    candidates, _ = pool.snapshot(make_request(), None, 0.0)
+    assert candidates.prefill_ms_per_token.tolist() == [0.0, 0.0]
+    for number in range(3):
+        for address, ttft_ms in ((A, 51.0), (B, 133.0)):
+            decision_id = f"{number} {address}"
+            assert send(pool, decision_id, address, make_request(10 * number + len(address)), now_ms=number)
+            pool.finish(decision_id, number + 0.5)
+            pool.forget_prefixes()
+            sample = make_sample(decision_id, address, input_tokens=2_048, ttft_ms=ttft_ms, tpot_ms=10.0)
+            pool.observe_outcome(sample, number + 0.6)
+    candidates, _ = pool.snapshot(make_request(), None, 9.0)
+    assert candidates.prefill_ms_per_token.tolist() == pytest.approx([41 / 2_048, 123 / 2_048], rel=1e-3)
+
+
+def test_arrivals_are_counted_where_they_were_dispatched_and_kv_capacity_is_what_the_server_says():
+    pool = make_pool(A, B)
+    for number in range(30):
+        send(pool, str(number), A, make_request(number), now_ms=number * 1_000.0)
+    pool.observe_scrape(B, metrics(kv_capacity_tokens=50_000, block_tokens=16), 30_000.0)
+    candidates, _ = pool.snapshot(make_request(), None, 30_000.0)
+    assert candidates.arrivals_per_ms.tolist() == pytest.approx([0.00062, 0.0], rel=0.05)
+    assert candidates.kv_capacity_tokens.tolist() == [0.0, 50_000.0]

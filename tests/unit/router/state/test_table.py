@@ -311,3 +311,49 @@ def test_only_endpoints_that_decode_are_candidates_for_a_whole_request(role, is_
     table.set_models(other, frozenset({"m"}))
     table.set_ready(other, True)
     assert (len(candidates(table)) == 2) is is_candidate
+
+
+def test_the_pace_of_prefill_is_tokens_over_time_and_belongs_to_the_process():
+    table = EndpointTable()
+    endpoint = add(table, "10.0.0.1:8000")
+    assert table.view(endpoint.slot, 0.0).prefill_ms_per_token.tolist() == [0.0]
+    for _ in range(2000):
+        table.observe_prefill(endpoint.slot, 200.0, 30.0)
+        table.observe_prefill(endpoint.slot, 800.0, 70.0)
+        table.observe_prefill(endpoint.slot, 3.0, 20.0)
+    assert table.view(endpoint.slot, 0.0).prefill_ms_per_token.tolist() == pytest.approx([0.1], rel=0.01)
+    table.renew(endpoint, 1.0, 0.0)
+    assert table.view(endpoint.slot, 0.0).prefill_ms_per_token.tolist() == [0.0]
+    table.observe_prefill(endpoint.slot, 200.0, 100.0)
+    assert table.view(endpoint.slot, 0.0).prefill_ms_per_token.tolist() == pytest.approx([0.5])
+
+
+def test_arrivals_settle_at_their_rate_and_fade():
+    table = EndpointTable()
+    endpoint = add(table, "10.0.0.1:8000")
+    for now_ms in range(0, 300_000, 100):
+        table.observe_arrival(endpoint.slot, float(now_ms))
+    [rate] = table.view(endpoint.slot, 300_000.0).arrivals_per_ms.tolist()
+    assert rate == pytest.approx(0.01, rel=0.01)
+    [later] = table.view(endpoint.slot, 330_000.0).arrivals_per_ms.tolist()
+    assert later == pytest.approx(0.01 / 2.718, rel=0.02)
+
+
+def test_pending_tokens_at_an_instant_are_those_that_a_decision_sees():
+    table = EndpointTable()
+    endpoint = add(table, "10.0.0.1:8000")
+    table.set_load(
+        endpoint.slot,
+        pending_tokens=1000,
+        pending_requests=1,
+        oldest_pending_ms=0.0,
+        decoding_requests=0,
+        decode_input_tokens=0,
+        decode_since_sum_ms=0,
+        head_tokens=900.0,
+        head_since_ms=0.0,
+        head_tokens_per_ms=10.0,
+    )
+    for now_ms, left in ((0.0, 1000.0), (50.0, 500.0), (1000.0, 100.0)):
+        assert table.pending_tokens(endpoint.slot, now_ms) == left
+        assert table.view(endpoint.slot, now_ms).pending_uncached_tokens.tolist() == [left]

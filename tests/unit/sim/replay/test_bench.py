@@ -26,9 +26,33 @@ def test_ratios_are_geometric_means_over_workloads_of_means_over_seeds() -> None
         row("A", 0.85, EQUAL, "leadtime", 2, ttft_p90_ms=200.0),
         row("B", 0.85, EQUAL, "leadtime", ttft_p90_ms=400.0),
     ]
-    assert Grid.of(rows).ratio("ttft_p90_ms", 0.85, EQUAL, "leadtime", "token-load") == pytest.approx(2.0)
+    ratios = Grid.of(rows).ratios("ttft_p90_ms", 0.85, EQUAL, "leadtime", "token-load")
+    assert ratios == pytest.approx({"A": 1.0, "B": 4.0})
     found = marks(rows)["equal at 85%: ttft_p90_ms / token-load"]
-    assert (found["value"], found["met"]) == (pytest.approx(2.0), False)
+    assert (found["value"], found["met"], found["cells"]) == (pytest.approx(2.0), False, 2)
+
+
+def test_a_missed_mark_names_the_cells_that_it_is_owed_to_worst_first() -> None:
+    rows = [row(name, 0.85, EQUAL, "token-load") for name in ("A", "B")]
+    rows += [row("A", 0.85, EQUAL, "leadtime", ttft_p90_ms=90.0), row("B", 0.85, EQUAL, "leadtime", ttft_p90_ms=150.0)]
+    [missed] = [line for line in summarise(rows)["missed"] if line.startswith("equal at 85%: ttft_p90_ms / token-load")]
+    assert missed == "equal at 85%: ttft_p90_ms / token-load: 1.162, due ≤1; B 1.50, A 0.90"
+
+
+def test_the_grid_is_run_workload_by_workload_busy_loads_and_the_compared_policies_first() -> None:
+    order = replay.cells()
+    assert len(set(order)) == len(order) == 3 * 4 * 2 * 6 * len(replay.POLICIES)
+    first = order[: 24 * len(replay.COMPARED)]
+    assert {cell.seed for cell in first} == {1}
+    assert {cell.load for cell in first} == {0.85, 0.95}
+    one = order[: 4 * len(replay.COMPARED)]
+    assert [cell.policy for cell in one] == 4 * list(replay.COMPARED)
+    assert len({cell.trace for cell in one}) == 1
+
+
+def test_rows_of_several_revisions_are_told() -> None:
+    rows = [row("A", 0.85, EQUAL, "leadtime") | {"policy_revision": name} for name in ("b", "a", "b")]
+    assert summarise(rows)["policy_revisions"] == ["a", "b"]
 
 
 def test_a_cell_without_its_counterpart_is_left_out_and_a_mark_without_cells_is_not_run() -> None:
@@ -52,8 +76,8 @@ def test_goodput_behind_any_other_but_the_oracle_is_told_by_cell() -> None:
         row("A", 0.5, EQUAL, "oracle", goodput=1.0),
         row("A", 0.5, EQUAL, "lmetric", goodput=0.93),
     ]
-    behind = summarise(rows)["cells_behind_in_goodput"]
-    assert behind == [{"trace": "A", "load": 0.5, "hardware": EQUAL, "goodput_gap": pytest.approx(-0.03)}]
+    found = marks(rows)["goodput − best other, worst cell"]
+    assert (found["met"], found["by_cell"]) == (False, {f"A at 50% on {EQUAL}": pytest.approx(-0.03)})
 
 
 def test_a_full_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +86,7 @@ def test_a_full_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest
     done = [json.dumps(each) for each in (*capacities, row("D", 0.5, EQUAL, "token-load"))]
     results.write_text("\n".join(done) + '\n{"trace": "D", "lo')
     monkeypatch.setattr(replay, "REQUESTS", {"D": 40})
+    monkeypatch.setattr(replay, "CAPACITY_REQUESTS", {"D": 40})
     played: list[Cell] = []
 
     def play(cell: Cell, rate_per_s: float, requests: int) -> dict[str, Any]:

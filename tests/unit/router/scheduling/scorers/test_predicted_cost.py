@@ -20,7 +20,7 @@ def score(ctx, alive=None, **config):
     return PredictedCostScorer(PredictedCostConfig(**config)).score(ctx, everyone(count) if alive is None else alive)
 
 
-FREE = {"stall_weight": 0.0, "decode_weight": 0.0, "slo_risk_ms": 0.0}
+FREE = {"stall_weight": 0.0, "future_weight": 0.0, "decode_weight": 0.0, "kv_pressure_ms": 0.0, "slo_risk_ms": 0.0}
 
 
 def test_no_prediction_is_no_opinion():
@@ -55,6 +55,58 @@ def test_the_stall_price_is_our_share_of_the_prefill_for_each_request_there():
 def test_a_fully_cached_prompt_stalls_nobody():
     endpoints = candidates(1, decoding_requests=[8])
     assert cost(context(endpoints, prediction(ttft_p50=[20])), **(FREE | {"stall_weight": 1.0})) == [20.0]
+
+
+def test_a_measured_pace_prices_the_prefill_of_an_endpoint_whatever_its_hardware_is_called():
+    endpoints = candidates(
+        2,
+        uncached_tokens=[1000, 1000],
+        pending_uncached_tokens=[3000, 3000],
+        decoding_requests=[10, 10],
+        prefill_ms_per_token=[0.02, 0.06],
+    )
+    values = cost(context(endpoints, prediction(ttft_p50=[400, 400])), **(FREE | {"stall_weight": 0.1}))
+    assert values == pytest.approx([400 + 0.1 * 20 * 10, 400 + 0.1 * 60 * 10])
+
+
+def test_an_endpoint_without_a_measured_pace_has_its_hardware_class_s():
+    endpoints = candidates(
+        2,
+        uncached_tokens=[1000, 1000],
+        pending_uncached_tokens=[3000, 0],
+        decoding_requests=[10, 10],
+        prefill_ms_per_token=[0.02, 0.0],
+    )
+    values = cost(context(endpoints, prediction(ttft_p50=[400, 100])), **(FREE | {"stall_weight": 0.1}))
+    assert values == pytest.approx([400 + 0.1 * 20 * 10, 100 + 0.1 * (1000 * 500 / 5000) * 10])
+
+
+def test_the_future_price_is_our_prefill_for_each_request_that_arrives_while_we_wait():
+    endpoints = candidates(
+        2, uncached_tokens=[1000, 1000], prefill_ms_per_token=[0.1, 0.1], arrivals_per_ms=[0.001, 0.003]
+    )
+    values = cost(context(endpoints, prediction(ttft_p50=[400, 100])), **(FREE | {"future_weight": 1.0}))
+    assert values == pytest.approx([400 + 100 * 0.001 * 400, 100 + 100 * 0.003 * 100])
+
+
+def test_kv_pressure_counts_what_is_queued_and_grows_with_the_square():
+    endpoints = candidates(
+        4,
+        uncached_tokens=[500, 500, 500, 500],
+        pending_uncached_tokens=[0, 0, 500, 1_000_000],
+        kv_cache_utilization=[0.80, 0.90, 0.90, 0.90],
+        kv_capacity_tokens=[10_000, 10_000, 10_000, 10_000],
+    )
+    values = cost(context(endpoints, prediction(ttft_p50=[100] * 4)), **(FREE | {"kv_pressure_ms": 400.0}))
+    assert values == pytest.approx([100, 200, 500, 100 + 4 * 400], rel=1e-4)
+
+
+def test_an_endpoint_that_tells_no_kv_capacity_is_judged_by_its_utilization_and_an_unscraped_one_not_at_all():
+    endpoints = candidates(
+        2, uncached_tokens=[500, 500], kv_cache_utilization=[0.95, 0.0], scrape_known=[1, 0], kv_capacity_tokens=[0, 1]
+    )
+    values = cost(context(endpoints, prediction(ttft_p50=[100, 100])), **(FREE | {"kv_pressure_ms": 400.0}))
+    assert values == pytest.approx([200, 100], rel=1e-4)
 
 
 def test_the_decode_price_is_the_step_time_we_add_for_each_request_there():
@@ -94,7 +146,7 @@ def test_the_normal_distribution_function_is_close_to_the_true_one():
     assert _normal_cdf(z).tolist() == pytest.approx(truth, abs=3e-4)
 
 
-RISK = {"stall_weight": 0.0, "decode_weight": 0.0, "slo_risk_ms": 300.0}
+RISK = FREE | {"slo_risk_ms": 300.0}
 
 
 def test_the_risk_of_missing_the_ttft_objective_is_read_from_the_quantiles():
