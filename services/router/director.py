@@ -39,7 +39,7 @@ from services.router.request.inference_request import InferenceRequest
 from services.router.request.objectives import Objectives
 from services.router.request.parse import ParseConfig, Route, parse, plain_body, route_of
 from services.router.request.rewrite import replace_model
-from services.router.request.slo import control_headers
+from services.router.request.slo import control_headers, steering_headers
 from services.router.scheduling.decision import Decision
 from services.router.scheduling.pipeline import Pipeline
 from services.router.state.pool import PoolState
@@ -293,7 +293,8 @@ class Director:
         self.finished(result.decision_id, completed=False)
 
     def _removed_headers(self, head: RequestHead) -> tuple[str, ...]:
-        return () if self._options.forward_control_headers else control_headers(head.headers)
+        steering = steering_headers(head.headers)
+        return steering if self._options.forward_control_headers else (*steering, *control_headers(head.headers))
 
     def _observe_response(self, metadata: DecisionMetadata, head: RequestHead, sent_ms: float) -> None:
         agents = self._options.probe_user_agents

@@ -154,6 +154,17 @@ async def test_a_body_of_a_byte_too_much_is_a_413(edge: Edge, declared: bool) ->
     assert found == []
 
 
+@pytest.mark.parametrize(
+    "fields", [{f"x-{n}": "v" for n in range(89)}, {"x-large": "v" * 60_900}], ids=["many", "large"]
+)
+async def test_headers_up_to_envoy_s_limits_pass(edge: Edge, fields: dict[str, str]) -> None:
+    response = await edge.ask(headers={**fields, "x-prefiller-host-port": "10.0.0.9:1"})
+    assert response.status_code == 200
+    (seen,) = edge.seen()
+    assert {name: seen.headers[name] for name in fields} == fields
+    assert "x-prefiller-host-port" not in seen.headers
+
+
 async def test_a_chunked_request_arrives_whole(edge: Edge) -> None:
     body = chat_of(100_000)
 

@@ -29,6 +29,10 @@ BodyMode = processing_mode_pb2.ProcessingMode.BodySendMode
 MAX_CHUNK_BYTES: Final = 62_000
 """Of a body that is sent back in full duplex: below the 64 KB that Envoy asks for."""
 
+# Envoy takes 100 headers of 60 KB unless told otherwise, and doesn't show a picker all of them (credentials).
+_CROWDED_COUNT: Final = 80
+_CROWDED_BYTES: Final = 40_960
+
 # Answers that say "go on" to one phase each.
 CONTINUE_REQUEST_HEADERS: Final = ep.ProcessingResponse(request_headers=ep.HeadersResponse())
 CONTINUE_RESPONSE_HEADERS: Final = ep.ProcessingResponse(response_headers=ep.HeadersResponse())
@@ -44,7 +48,8 @@ class RequestHead:
 
     `subset`: the only endpoints allowed, `ip:port` (IPv6 in brackets, short form) or a bare `ip`; None without a hint,
     empty where the hint names nobody. `response_shown`: Envoy will show the response's body on this stream.
-    `body_hidden`: there is a body, but this stream isn't shown it, or need not wait for it.
+    `body_hidden`: there is a body, but this stream isn't shown it, or need not wait for it. `crowded`: the headers come
+    near Envoy's limits.
     """
 
     method: str
@@ -53,6 +58,7 @@ class RequestHead:
     subset: frozenset[str] | None = None
     response_shown: bool = False
     body_hidden: bool = False
+    crowded: bool = False
 
     @property
     def route(self) -> str:
@@ -86,8 +92,18 @@ class Routed:
 
 
 def header_map(message: Any) -> dict[str, str]:
-    """Envoy's headers by name, lower case already; of a repeated name the last."""
-    return {h.key: h.value or h.raw_value.decode("utf-8", "replace") for h in message.headers.headers}
+    """Envoy's headers by name, lower case already; of a repeated name the values in a row, as HTTP reads them."""
+    headers: dict[str, str] = {}
+    repeated: dict[str, list[str]] = {}
+    for header in message.headers.headers:
+        value = header.value or header.raw_value.decode("utf-8", "replace")
+        if header.key in headers:
+            repeated.setdefault(header.key, [headers[header.key]]).append(value)
+        else:
+            headers[header.key] = value
+    for name, values in repeated.items():
+        headers[name] = ", ".join(values)
+    return headers
 
 
 def request_head(message: Any, *, body_hidden: bool = False) -> RequestHead:
@@ -100,6 +116,10 @@ def request_head(message: Any, *, body_hidden: bool = False) -> RequestHead:
         _subset(message),
         response_shown=message.protocol_config.response_body_mode != BodyMode.NONE,
         body_hidden=body_hidden,
+        crowded=(
+            len(message.request_headers.headers.headers) > _CROWDED_COUNT
+            or message.request_headers.ByteSize() > _CROWDED_BYTES
+        ),
     )
 
 
@@ -146,16 +166,17 @@ def _endpoint(text: str) -> str:
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
 
-def routed_headers(routed: Routed) -> ep.ProcessingResponse:
+def routed_headers(routed: Routed, *, crowded: bool = False) -> ep.ProcessingResponse:
     """The pick as the answer to the request-headers phase: no body, one that isn't seen, or full duplex."""
     return ep.ProcessingResponse(
-        request_headers=ep.HeadersResponse(response=_common(routed)), dynamic_metadata=_metadata(routed)
+        request_headers=ep.HeadersResponse(response=_common(routed, crowded=crowded)),
+        dynamic_metadata=_metadata(routed),
     )
 
 
-def routed_body(routed: Routed) -> ep.ProcessingResponse:
+def routed_body(routed: Routed, *, crowded: bool = False) -> ep.ProcessingResponse:
     """The pick as the answer to the buffered request body. Its length is touched only with a new body."""
-    common = _common(routed)
+    common = _common(routed, crowded=crowded)
     if routed.body is not None:
         common.body_mutation.body = routed.body
         common.header_mutation.set_headers.append(_header("content-length", str(len(routed.body))))
@@ -215,10 +236,16 @@ def _streamed(chunk: bytes, *, end: bool) -> ep.BodyResponse:
     return response
 
 
-def _common(routed: Routed) -> ep.CommonResponse:
+def _common(routed: Routed, *, crowded: bool) -> ep.CommonResponse:
+    """`crowded`: nothing is added. Envoy answers with a 500 where an answer's headers pass the limits that a client's
+    have just met; the metadata carries the pick there.
+    """
+    if crowded and not routed.removed_headers:
+        return ep.CommonResponse()  # an empty mutation is checked as well
+    added = () if crowded else ((DESTINATION, ",".join(routed.destinations)), (DECISION_ID, routed.decision_id))
     return ep.CommonResponse(
         header_mutation=ep.HeaderMutation(
-            set_headers=[_header(DESTINATION, ",".join(routed.destinations)), _header(DECISION_ID, routed.decision_id)],
+            set_headers=[_header(name, value) for name, value in added],
             remove_headers=routed.removed_headers,
         ),
     )

@@ -33,6 +33,8 @@ _DRAIN_FACTOR: Final = 2
 """A body over the cap is read on, and dropped, up to this many caps: a client that is cut off while it sends may see a
 reset in place of the 413."""
 
+_STATUS_DIGITS: Final = 3
+
 
 class ResponseObserver(Protocol):
     """Looks at one response on its way through (response bodies STREAMED or FULL_DUPLEX_STREAMED), after its echo.
@@ -218,11 +220,13 @@ class Stream:
             return [Send(messages.immediate(result))]
         self._phase = _Phase.ANSWERED
         self._restored = result.restored
+        assert self._head is not None  # noqa: S101 - decided about
+        crowded = self._head.crowded
         if self._reply_to is _ReplyTo.BODY:
-            return [Send(messages.routed_body(result))]
+            return [Send(messages.routed_body(result, crowded=crowded))]
         if self._reply_to is _ReplyTo.TRAILERS:
             return [Send(messages.routed_trailers(result))]
-        effects: list[Effect] = [Send(messages.routed_headers(result))]
+        effects: list[Effect] = [Send(messages.routed_headers(result, crowded=crowded))]
         if chunks is not None:
             body = b"".join(chunks) if result.body is None else result.body
             if body or not self._trailers:
@@ -321,7 +325,7 @@ class Stream:
         return [
             Send(answer if self._restorer is None else messages.changed_response_headers()),
             ResponseHead(
-                int(status) if status.isascii() and status.isdigit() else 0,
+                int(status) if status.isascii() and status.isdigit() and len(status) == _STATUS_DIGITS else 0,
                 headers,
                 messages.served_endpoint(message),
                 shown,

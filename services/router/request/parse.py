@@ -56,6 +56,7 @@ MAX_TOKENS: Final = 16_777_216
 MAX_BREAKS: Final = 2_000_000
 # No smaller body has so many, so it isn't counted through.
 _LARGE_BYTES: Final = MAX_BREAKS
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _GZIP_OR_ZLIB: Final = 47  # 32 + 15: told by its header
 _RAW_DEFLATE: Final = -15  # what many clients send as deflate
 _MAX_MEMBERS: Final = 64  # each copies what follows it: more would cost time by the square
@@ -186,12 +187,14 @@ class _UnknownPath(RequestRejected):
 
 
 def plain_body(headers: Mapping[str, str], body: bytes, limit_bytes: int) -> bytes:
-    """The body as its content-encoding leaves it; raises RequestRejected."""
+    """The body as its content-encoding leaves it, without a byte order mark, which some editors put in front and model
+    servers pass over. Raises RequestRejected.
+    """
     if len(body) > limit_bytes:
         raise BodyTooLarge(limit_bytes)
     encoding = headers.get("content-encoding")
-    if encoding is None or not (encoding := encoding.strip().lower()) or encoding == "identity":
-        return body
+    if encoding is None or not (encoding := _encoding(encoding)):
+        return body.removeprefix(_BYTE_ORDER_MARK)
     if encoding not in {"gzip", "x-gzip", "deflate"}:
         raise UnsupportedEncoding(
             f"content-encoding: found text of {len(encoding)} characters; allowed: gzip, deflate, identity",
@@ -207,7 +210,13 @@ def plain_body(headers: Mapping[str, str], body: bytes, limit_bytes: int) -> byt
             RejectReason.CONTENT_ENCODING,
             param="content-encoding",
         )
-    return plain
+    return plain.removeprefix(_BYTE_ORDER_MARK)
+
+
+def _encoding(text: str) -> str:
+    """What is left to undo, in lower case; "" for nothing."""
+    parts = (part.strip().lower() for part in text.split(","))
+    return ",".join(part for part in parts if part not in {"", "identity"})
 
 
 def _unpacked(body: bytes, limit_bytes: int, wbits: int) -> bytes | None:

@@ -5,7 +5,7 @@ prediction. Priority, objective and fairness steer how others are treated, so th
 trusts its clients' headers. No I/O.
 
 Limits: a value that isn't a plain decimal number of milliseconds above 0 is refused, naming the header: a typo must
-not silently become "no objective".
+not silently become "no objective". A header given twice is none of those either.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Final
 
 from services.router.request.errors import InvalidRequest, RejectReason
 from services.router.request.inference_request import Slo
-from shared.names import DECISION_ID, PROBE
+from shared.names import DECISION_ID, DESTINATION, PROBE, STRIPPED_FROM_CLIENTS, STRIPPED_PREFIXES
 
 TTFT_HEADERS: Final = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_HEADERS: Final = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
@@ -34,6 +34,8 @@ CONTROL_HEADERS: Final = frozenset(
 CONTROL_PREFIXES: Final = ("leadtime-", "x-leadtime-")
 _NOT_CONTROL: Final = frozenset({PROBE, DECISION_ID})
 """The access log reads the probe's mark after the router; the decision's id is the router's own word to the server."""
+
+_STEERING: Final = frozenset(STRIPPED_FROM_CLIENTS) - {DESTINATION, DECISION_ID}
 
 MAX_SLO_MS: Final = 86_400_000.0
 MAX_PRIORITY: Final = 1_000_000
@@ -67,6 +69,13 @@ def control_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
         for name in headers
         if name in CONTROL_HEADERS or (name.startswith(CONTROL_PREFIXES) and name not in _NOT_CONTROL)
     )
+
+
+def steering_headers(headers: Mapping[str, str]) -> tuple[str, ...]:
+    """Names among `headers` by which a client would choose who serves or is called: none of them goes on. Our own Envoy
+    config strips them before; where a control plane owns it, nobody else does. What the answer sets isn't among them.
+    """
+    return tuple(name for name in headers if name in _STEERING or name.startswith(STRIPPED_PREFIXES))
 
 
 def parse_priority(headers: Mapping[str, str]) -> int | None:

@@ -21,6 +21,7 @@ from services.router.request.tokens import TokenEstimator
 from services.router.scheduling.profile import Profiles, load_presets
 from services.router.scheduling.registry import Registry
 from services.router.state.pool import PoolConfig, PoolState
+from shared import names as names_
 from shared.features import SCHEMA
 from shared.samples import LatencySample, Outcome, Rung, decode_decision, decode_row
 from shared.verdicts import Reason, Unsampled
@@ -369,6 +370,16 @@ async def test_what_was_meant_for_the_router_does_not_go_on(path: str) -> None:
     assert (await routed(director, head(path, **CONTROL))).removed_headers == NAMES
     forwarding = make(FakeLadder([1.0, 2.0, 3.0]), forward_control_headers=True)
     assert (await routed(forwarding, head(path, **CONTROL))).removed_headers == ()
+
+
+@pytest.mark.parametrize("forward", [False, True])
+async def test_a_client_s_steering_headers_end_at_the_router_where_nobody_else_strips_them(forward: bool) -> None:
+    director = make(FakeLadder([1.0, 2.0, 3.0]), forward_control_headers=forward)
+    names = [*names_.STRIPPED_FROM_CLIENTS, *(f"{prefix}x" for prefix in names_.STRIPPED_PREFIXES)]
+    sent = head(**{name.replace("-", "_"): "kubernetes.default.svc:443" for name in names})
+    ours = {names_.DESTINATION, names_.DECISION_ID}  # set by the answer
+    removed = (await routed(director, sent)).removed_headers
+    assert set(removed) == set(names) - ours
 
 
 async def test_objective_and_priority_count_only_where_headers_are_trusted() -> None:

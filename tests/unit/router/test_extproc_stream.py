@@ -416,6 +416,48 @@ def test_the_subset_hint_is_read_from_metadata_also_without_a_body(mode: int, hi
     assert step.head.subset == subset
 
 
+def test_a_header_given_twice_has_both_values() -> None:
+    message = headers({":method": "POST", ":path": "/", "x-slo-ttft-ms": "100"})
+    for value in ("200", "300"):
+        message.request_headers.headers.headers.add(key="x-slo-ttft-ms", raw_value=value.encode())
+    assert messages.request_head(message).headers["x-slo-ttft-ms"] == "100, 200, 300"
+
+
+def test_a_flood_of_headers_is_read_in_linear_time() -> None:
+    message = headers()
+    for number in range(50_000):
+        message.request_headers.headers.headers.add(key="x-same", raw_value=b"value")
+        message.request_headers.headers.headers.add(key=f"x-{number}", raw_value=b"\xff\x00")
+    found = messages.request_head(message).headers
+    assert found["x-same"].count("value") == 50_000
+    assert found["x-7"] == "\ufffd\x00"
+
+
+@pytest.mark.parametrize("mode", [Mode.BUFFERED, DUPLEX, Mode.NONE])
+@pytest.mark.parametrize("fields", [{f"x-{n}": "v" for n in range(90)}, {"x-large": "v" * 50_000}])
+def test_where_headers_come_near_envoy_s_limits_nothing_is_added_to_them(mode: int, fields: dict[str, str]) -> None:
+    """Envoy would answer with a 500. The pick goes by metadata; what must not go on is still taken off."""
+    effects = run(
+        [headers({**POST, **fields}, mode=mode), *([] if mode == Mode.NONE else [body_message(b"{}")])],
+        Routed(("127.0.0.1:1",), "id", None, removed_headers=("x-a",)),
+    )
+    (answer,) = [message for message in sent(effects) if "envoy.lb" in message.dynamic_metadata.fields]
+    mutation = getattr(answer, answer.WhichOneof("response")).response.header_mutation
+    assert len(mutation.set_headers) == 0
+    assert list(mutation.remove_headers) == ["x-a"]
+    bare = messages.routed_headers(ROUTED, crowded=True).request_headers.response
+    assert not bare.HasField("header_mutation"), "an empty one is checked against the limits as well"
+
+
+@pytest.mark.parametrize("status", ["", "no", "2000", "9" * 5_000, "\u0662\u0660\u0660", "-20", "20"])
+def test_a_status_that_is_none_is_0(status: str) -> None:
+    stream = Stream(CAP)
+    run([duplex_headers(), body_message(b"{}")], stream=stream)
+    _, head = stream.receive(response_headers_message({":status": status}))
+    assert isinstance(head, ResponseHead)
+    assert head.status == 0
+
+
 def test_an_answer_s_text_never_holds_the_body() -> None:
     step = decide(_up_to_decide(b'{"secret":1}'))
     assert "secret" not in repr(step)

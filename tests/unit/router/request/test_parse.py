@@ -286,8 +286,25 @@ def test_a_damaged_compressed_body_is_a_400(body):
     assert (error.status, error.reason) == (400, RejectReason.CONTENT_ENCODING)
 
 
-def test_an_encoding_that_is_not_read_is_a_415():
-    assert rejection_of(b"x", headers={"content-encoding": "zstd"}).status == 415
+@pytest.mark.parametrize("encoding", ["zstd", "gzip, gzip", "gzip,zstd", "br"])
+def test_an_encoding_that_is_not_read_is_a_415(encoding):
+    assert rejection_of(b"x", headers={"content-encoding": encoding}).status == 415
+
+
+@pytest.mark.parametrize("encoding", ["identity", "", " ", "Identity, ", ","])
+def test_an_encoding_that_changes_nothing_is_none(encoding):
+    assert request_of(chat(), headers={"content-encoding": encoding}).model == "m"
+
+
+@pytest.mark.parametrize("encoding", ["GZIP", " gzip ", "identity, gzip", "x-gzip"])
+def test_an_encoding_is_known_however_it_is_written(encoding):
+    assert request_of(gzip.compress(orjson.dumps(chat())), headers={"content-encoding": encoding}).model == "m"
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_byte_order_mark_is_passed_over_as_model_servers_do(pack):
+    body = pack(b"\xef\xbb\xbf" + orjson.dumps(chat()))
+    assert request_of(body, headers={} if pack is bytes else {"content-encoding": "gzip"}).model == "m"
 
 
 def test_an_unknown_path_is_a_404():

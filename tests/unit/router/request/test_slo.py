@@ -31,7 +31,24 @@ def test_objectives_are_read_in_both_spellings_and_the_first_wins(headers, slo):
 
 
 @pytest.mark.parametrize(
-    "value", ["", "0", "-1", "nan", "inf", "1e999", "1_000", "0x10", "１２", "12 ms", "1,5", "86400001"]
+    "value",
+    [
+        "",
+        "0",
+        "-1",
+        "nan",
+        "inf",
+        "1e999",
+        "1_000",
+        "0x10",
+        "１２",
+        "12 ms",
+        "1,5",
+        "86400001",
+        "100, 200",
+        "-0",
+        "1e-999",
+    ],
 )
 @pytest.mark.parametrize("name", ["x-llm-d-slo-ttft-ms", "x-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"])
 def test_a_value_that_is_no_duration_above_zero_is_a_400_that_names_the_header(name, value):
