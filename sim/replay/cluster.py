@@ -80,6 +80,15 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Speed:
+    """From `at_ms` on a pod computes `speed` times as fast as its hardware's profile says."""
+
+    pod: int
+    at_ms: float
+    speed: float
+
+
+@dataclass(frozen=True, slots=True)
 class RunOptions:
     """`to_pod_ms`: from the router's decision to the pod. `flush_ms`: Envoy's access log is written so often, and
     `label_ms` later its samples are with trainer and routers. `noise`: relative deviation of a step's time.
@@ -91,6 +100,7 @@ class RunOptions:
     routers: int = 1
     slo: SloRule = field(default_factory=SloRule)
     failures: tuple[Failure, ...] = ()
+    speeds: tuple[Speed, ...] = ()
     to_pod_ms: float = 1.0
     flush_ms: float = 100.0
     label_ms: float = 50.0
@@ -273,6 +283,8 @@ class Cluster:
         self._join()
         for failure in self._options.failures:
             self._at(failure.at_ms, self._fail, failure)
+        for change in self._options.speeds:
+            self._at(change.at_ms, self._change_speed, change)
         for router in self._routers:
             router.state.on_upstream_failure = lambda address, router=router: self._probe_soon(router, address)
             if router.share is not None:
@@ -673,6 +685,12 @@ class Cluster:
     def _return(self, now_ms: float, pod: _Pod) -> None:
         pod.started_s = 1.0 + now_ms / 1e3
         pod.up = True
+
+    def _change_speed(self, _: float, change: Speed) -> None:
+        """The step under way ends as it was planned."""
+        pod = self._pods[change.pod]
+        if pod.engine is not None:
+            pod.engine.profile = pod.spec.profile.scaled(change.speed)
 
     # --- ends ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from services.router.scheduling.filters.prefix_cache_affinity import (
     PrefixCacheAffinityConfig,
     PrefixCacheAffinityFilter,
 )
+from services.router.scheduling.filters.rediscovery import RediscoveryConfig, RediscoveryFilter
 from services.router.scheduling.filters.slo_headroom_tier import SloHeadroomTierConfig, SloHeadroomTierFilter
 from services.router.scheduling.pickers.max_score import MaxScoreConfig, MaxScorePicker
 from services.router.scheduling.pickers.random import RandomConfig, RandomPicker
@@ -60,6 +61,7 @@ PLUGINS: Final[tuple[Plugin, ...]] = (
     Plugin(Kind.PRODUCER, "predicted-latency-producer", PredictedLatencyConfig, PredictedLatencyProducer),
     Plugin(Kind.ADMITTER, "latency-slo-admitter", LatencySloConfig, LatencySloAdmitter),
     Plugin(Kind.FILTER, "prefix-cache-affinity-filter", PrefixCacheAffinityConfig, PrefixCacheAffinityFilter),
+    Plugin(Kind.FILTER, "rediscovery-filter", RediscoveryConfig, RediscoveryFilter),
     Plugin(Kind.FILTER, "slo-headroom-tier-filter", SloHeadroomTierConfig, SloHeadroomTierFilter),
     Plugin(Kind.SCORER, "predicted-cost-scorer", PredictedCostConfig, PredictedCostScorer),
     Plugin(Kind.SCORER, "latency-scorer", LatencyConfig, LatencyScorer),

@@ -11,7 +11,7 @@ from services.router.core import DecisionCore
 from services.router.request.inference_request import InferenceRequest
 from shared.samples import Outcome
 from sim.replay import cluster
-from sim.replay.cluster import Failure, RunOptions, RunResult, SloRule, run
+from sim.replay.cluster import Failure, RunOptions, RunResult, SloRule, Speed, run
 from sim.replay.learning import LearningOptions
 from sim.replay.policies import policy
 from sim.replay.pool import parse_hardware
@@ -98,6 +98,26 @@ def test_a_pod_that_fails_loses_only_answers_under_way_and_is_used_again_when_it
     assert (outcomes.pod[outcomes.arrival_ms > 21_000.0] == 0).any()
     assert not (outcomes.pod[outcomes.arrival_ms > 16_000.0] == 3).any()
     assert outcomes.attempts.max() >= 2
+
+
+def test_an_endpoint_that_was_slow_is_rediscovered_though_others_are_idle() -> None:
+    """Six times as slow for two minutes: it gets nothing while it is, and its share again some minutes later."""
+    requests = [
+        ReplayRequest(place * 400.0 + place % 7 * 30.0, (Piece(place, 1_000 + 13 * (place % 40)),), 12, 10**6 + place)
+        for place in range(1_500)
+    ]
+    options = replace(
+        OPTIONS,
+        speeds=(Speed(0, 0.0, 1 / 6), Speed(0, 120_000.0, 1.0)),
+        learning=LearningOptions(retrain_ms=60_000.0),
+    )
+    result = run(Trace("calm", tuple(requests)), parse_hardware("h100-8b:2"), policy("leadtime"), options)
+    assert_sound(result, 1_500)
+    slow = result.outcomes.pod[150:300] == 0
+    assert slow.mean() < 0.2
+    assert (result.outcomes.pod[-200:] == 0).mean() > 0.3
+    propensity = result.outcomes.propensity[200:]
+    assert (propensity[result.outcomes.pod[200:] == 0] < 0.05).any()
 
 
 @pytest.mark.parametrize("learned", [False, True])
