@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import yaml
 
-from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, of_router, render
+from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, Shape, of_router, render
 
 HERE: Final = Path(__file__).parent
 NAMESPACE: Final = "inference"
@@ -60,13 +60,14 @@ def config(environment: Mapping[str, str]) -> EnvoyConfig:
 class _Parts:
     """The config without tokens, taken apart."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], shape: Shape = "buffered") -> None:
         bootstrap = render(
             EnvoyConfig(
                 endpoints=(MODELS,),
                 routers=(ROUTER,),
                 collectors=(Address(f"{COLLECTOR.host}.{NAMESPACE}.svc.cluster.local", COLLECTOR.port),),
                 api=(API,),
+                shape=shape,
                 **of_router(environment),
             )
         )
@@ -121,13 +122,17 @@ def envoy_filter(environment: Mapping[str, str]) -> dict[str, Any]:
             {"load_balancing_policy": parts.clusters["pool"]["load_balancing_policy"]},
             cluster={"service": f"{MODELS.host}.{NAMESPACE}.svc.cluster.local", "portNumber": MODELS.port},
         ),
+        _pings(parts),
     ]
     return _filter("leadtime", patches)
 
 
 def edge_filter(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What a gateway with an InferencePool lacks: clients' steering headers are removed before anybody sees them."""
-    return _filter("leadtime-edge", [_edge_patch(_Parts(environment))])
+    """What a gateway with an InferencePool lacks: clients' steering headers are removed before anybody sees them, and a
+    frozen router is noticed, for which Envoy would wait without end.
+    """
+    parts = _Parts(environment, "full_duplex")
+    return _filter("leadtime-edge", [_edge_patch(parts), _pings(parts)])
 
 
 def envoy_patch(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -177,6 +182,13 @@ def _edge_patch(parts: _Parts, **more: Any) -> dict[str, Any]:
     typed = {"@type": parts.manager["@type"], **headers, **more}
     value = {"name": _HCM, "typed_config": typed}
     return _patch("NETWORK_FILTER", "MERGE", value, listener={"filterChain": {"filter": {"name": _HCM}}})
+
+
+def _pings(parts: _Parts) -> dict[str, Any]:
+    """HTTP/2 pings on the connections to routers, which a DestinationRule has no words for."""
+    options = {"typed_extension_protocol_options": parts.clusters["picker"]["typed_extension_protocol_options"]}
+    service = f"leadtime-router.{NAMESPACE}.svc.cluster.local"
+    return _patch("CLUSTER", "MERGE", options, cluster={"service": service, "portNumber": ROUTER.address.port})
 
 
 def _patch(apply_to: str, operation: str, value: dict[str, Any], **match: Any) -> dict[str, Any]:

@@ -77,10 +77,9 @@ def cluster(name: str, addresses: Iterable[Address], **more: Any) -> Document:
     return {"name": name, "type": "STATIC", "connect_timeout": "10s", "load_assignment": load, **more}
 
 
-def http2() -> Document:
-    options = typed(
-        "extensions.upstreams.http.v3.HttpProtocolOptions", explicit_http_config={"http2_protocol_options": {}}
-    )
+def http2(**settings: Any) -> Document:
+    explicit = {"http2_protocol_options": settings}
+    options = typed("extensions.upstreams.http.v3.HttpProtocolOptions", explicit_http_config=explicit)
     return {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": options}
 
 
@@ -313,6 +312,9 @@ def apply(patch: Document, config: Document) -> None:
     elif operation == ("CLUSTER", "MERGE"):
         wanted = f"outbound|{match['cluster']['portNumber']}||{match['cluster']['service']}"
         (found,) = (each for each in config["static_resources"]["clusters"] if each["name"] == wanted)
+        # A message in a map is replaced where another has its key.
+        for key in set(value.get("typed_extension_protocol_options", {})):
+            found.get("typed_extension_protocol_options", {}).pop(key, None)
         merge(found, value)
     else:
         raise AssertionError(f"an operation that isn't rebuilt here: {operation}")
@@ -402,7 +404,7 @@ def _eg_router(ext_proc: Document, places: Places) -> Document:
     return cluster(
         "extproc",
         places.of(ext_proc["backendRefs"][0]["name"]),
-        typed_extension_protocol_options=http2(),
+        typed_extension_protocol_options=http2(connection_keepalive=settings["http2"]["connectionKeepalive"]),
         lb_policy="LEAST_REQUEST",
         common_lb_config={"healthy_panic_threshold": {"value": settings["healthCheck"]["panicThreshold"]}},
         outlier_detection={

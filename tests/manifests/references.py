@@ -517,6 +517,8 @@ def fail_open_is_real(overlay: Overlay) -> Faults:
         "maxEjectionPercent": 100,
         "minHealthPercent": 0,
     }
+    if "connection_keepalive" not in repr(overlay.of("EnvoyFilter")):
+        yield "no EnvoyFilter pings the routers: Envoy would wait for a frozen one without end"
     if not wanted.items() <= outliers.items() or policy["connectionPool"]["tcp"]["connectTimeout"] != "1s":
         yield f"DestinationRule leadtime-router: {outliers}"
 

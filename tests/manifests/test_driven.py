@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ def variables(whole: Overlay, nats_url: str, collector_url: str, kube: FakeKube,
         "LEADTIME_ROUTER_EXTPROC_PORT": str(free_port()),
         "LEADTIME_ROUTER_HEALTH_PORT": str(free_port()),
         "LEADTIME_ROUTER_PREDICTORS": "",
+        "LEADTIME_ROUTER_WATCHDOG_S": "0",  # it would end a router that a test froze
         "LEADTIME_ROUTER_KUBERNETES_API": kube.url,
         "LEADTIME_ROUTER_KUBERNETES_NAMESPACE": "ns",
         "LEADTIME_ROUTER_KUBERNETES_TOKEN_FILE": str(token),
@@ -246,6 +248,25 @@ async def test_the_role_allows_what_the_router_asked_for_and_no_more(running: Dr
     (binding,) = running.overlay.of("RoleBinding")
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert [subject["name"] for subject in binding["subjects"]] == ["leadtime-router"]
+
+
+async def test_a_frozen_router_holds_up_requests_for_seconds(running: Driven) -> None:
+    """In full duplex those that meet it fail once a ping has; without pings they would wait for ever."""
+    running.router.send(signal.SIGSTOP)
+    try:
+
+        async def served() -> bool:
+            return (await running.ask()).status_code == 200
+
+        await until(served, "requests go on without it", poll_s=0.1)
+    finally:
+        running.router.send(signal.SIGCONT)
+
+    async def decides() -> bool:
+        before = await running.decided()
+        return (await running.ask()).status_code == 200 and await running.decided() > before
+
+    await until(decides, "the router decides again", poll_s=0.1)
 
 
 async def test_without_a_router_requests_go_on(running: Driven) -> None:
