@@ -156,7 +156,7 @@ async def measure(*, quick: bool) -> dict[str, Any]:
     """The benchmark's one JSON object. `body_us_per_kb`: what a KB more costs, between 64 KB and 5 MB; by halves beside
     it, which says whether that stays flat, with the part that a server pays which only receives and sends.
     """
-    cost, bare = await decision_us(0.75 if quick else 6.0)
+    cost, bare = await decision_us(0.6 if quick else 6.0)
     shapes = get_args(Shape)
     halves = {}
     for low, high in itertools.pairwise(_RANGE_ENDS_KB):
@@ -170,7 +170,7 @@ async def measure(*, quick: bool) -> dict[str, Any]:
             for shape in shapes
         }
     seen, messages = await responses(quick=quick)
-    script = await lua_us_per_stream(rounds=5 if quick else 12)
+    script = await lua_us_per_stream(rounds=4 if quick else 12)
     return {
         "benchmark": "stream",
         "access_log": {

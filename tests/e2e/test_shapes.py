@@ -165,6 +165,36 @@ async def test_headers_up_to_envoy_s_limits_pass(edge: Edge, fields: dict[str, s
     assert "x-prefiller-host-port" not in seen.headers
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["content-length: 2", "content-length: 3"],
+        ["content-length: 2", "transfer-encoding: chunked"],
+        ["content-length: -1"],
+        [f"x-{n}: v" for n in range(200)],
+        [f"x-large: {'v' * 70_000}"],
+    ],
+    ids=["two lengths", "length and chunks", "a negative length", "too many headers", "too large headers"],
+)
+async def test_http_that_envoy_refuses_reaches_nobody(edge: Edge, lines: list[str]) -> None:
+    """In full duplex its answer would have to pass the router, and the connection is closed before it has. A client
+    that is still sending may see a reset in place of any answer.
+    """
+    request = "\r\n".join([f"POST {CHAT} HTTP/1.1", "host: x", *lines, "", "{}"]).encode()
+    host, port = edge.proxy.url.removeprefix("http://").split(":")
+    async with asyncio.timeout(30.0):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request)
+        answer = b""
+        with contextlib.suppress(OSError):
+            await writer.drain()
+            answer = await reader.read()
+        writer.close()
+    unanswered = edge.shape == "full_duplex" or len(request) > 60_000
+    assert answer.startswith(b"HTTP/1.1 4") or (unanswered and answer == b"")
+    assert edge.seen() == []
+
+
 async def test_a_chunked_request_arrives_whole(edge: Edge) -> None:
     body = chat_of(100_000)
 
