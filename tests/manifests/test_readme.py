@@ -43,3 +43,29 @@ def test_files_that_it_names_are_there() -> None:
     root = HERE.parent.parent
     named = set(re.findall(r"`((?:components|overlays|base|tests)/[\w/.-]+)`", README))
     assert [name for name in sorted(named) if not (HERE / name).exists() and not (root / name).exists()] == []
+
+
+def test_the_scaling_table_follows_from_the_figures_above_it() -> None:
+    """60 % of a core each; the least of 2, 4, 8, 16 that suffices."""
+
+    def figure(pattern: str) -> float:
+        (found,) = re.findall(pattern, README)
+        return float(found.replace(",", ""))
+
+    buffered, duplex = figure(r"([\d,]+) µs in\nBUFFERED"), figure(r"([\d,]+) µs in full duplex")
+    peer, token = figure(r"ledger (\d+) µs"), figure(r"([\d.]+) µs a token where")
+    rows, entries = figure(r"([\d,]+) rows/s in calls"), figure(r"([\d,]+) entries/s")
+
+    def carried(routers: int, decision_us: float) -> float:
+        return routers * 0.6e6 / (decision_us + peer * (routers - 1))
+
+    lines = re.findall(r"^\| ([\d,]+) \| (\d+) \| ([^|]+) \| (\d+) \| (\d+) \|", README, re.MULTILINE)
+    assert len(lines) == 7
+    for rate_text, routers, in_istio, predictors, collectors in lines:
+        rate = float(rate_text.replace(",", ""))
+        for said, decision_us in ((routers, buffered), (in_istio, duplex + 200 * token)):
+            sizes = [size for size in (2, 4, 8, 16) if carried(size, decision_us) >= rate]
+            assert said.strip() == (str(sizes[0]) if sizes else said.strip())
+            assert bool(sizes) == said.strip().isdigit()
+        assert float(predictors) * 0.6 * rows >= rate * 32
+        assert float(collectors) * 0.6 * entries >= rate
