@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from services.collector.metrics import CollectorMetrics
+from services.collector.outbox import Fate
 from services.collector.publisher import NotDeliveredError, Publisher
 from services.collector.settings import CollectorSettings
 from services.collector.validate import judge_posted
@@ -24,6 +25,8 @@ from shared.streams import MAX_SAMPLE_BYTES
 from shared.verdicts import Verdict
 
 RETRY_AFTER_S: Final = "1"
+# What of a sound sample isn't new to the stream, by its fate there.
+_COUNTED_AS: Final = {Fate.DUPLICATE: "duplicate", Fate.DEAD_LETTER: "dead_letter"}
 
 
 class BodyTooLargeError(Exception):
@@ -56,16 +59,16 @@ def add_sample_routes(
         for verdict in verdicts:  # after the delivery: a list that is sent again would count twice
             if verdict.sample is None:
                 metrics.count_posted(verdict.reason.value)
-        for verdict, new in zip(accepted, stored, strict=True):
-            metrics.count_posted("accepted" if new else "duplicate")
-            if new and verdict.sample is not None:
+        for verdict, fate in zip(accepted, stored, strict=True):
+            metrics.count_posted(_COUNTED_AS.get(fate, "accepted"))
+            if fate not in _COUNTED_AS and verdict.sample is not None:
                 metrics.observe(verdict.sample, verdict.notes)
-        published = sum(stored)
+        duplicates, dead = stored.count(Fate.DUPLICATE), stored.count(Fate.DEAD_LETTER)
         return JSONResponse(
             {
-                "published": published,
-                "duplicates": len(stored) - published,
-                "rejected": len(verdicts) - len(accepted),
+                "published": len(stored) - duplicates - dead,
+                "duplicates": duplicates,
+                "rejected": len(verdicts) - len(accepted) + dead,
             }
         )
 

@@ -28,6 +28,7 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
+from services.collector.dead_letters import DeadLetters
 from services.collector.metrics import CollectorMetrics
 from services.collector.outbox import Fate, Outbox, Parcel
 from services.collector.settings import CollectorSettings
@@ -44,12 +45,15 @@ READY_CONDITION: Final = "nats"
 _TICK_S: Final = 0.5
 _RETRY_S: Final = 1.0
 _NO_RESPONDERS: Final = "503"
-_BAD_REQUEST: Final = 400
-"""JetStream's code for a message that is itself at fault: no repetition makes it acceptable."""
+_TOO_LARGE: Final = 10_054
+"""JetStream's error of a message over the stream's limit: no repetition makes it acceptable. All other errors are the
+stream's (full and set to discard new ones, sealed, without a quorum), and the sample is kept until it can store again.
+"""
+_TOO_LARGE_REASON: Final = "too_large"
+_MAX_BURIALS: Final = 64
 
-
-_KEPT: Final = frozenset({Fate.ACKNOWLEDGED, Fate.DUPLICATE, Fate.SPOOLED})
-_DONE: Final = frozenset({Fate.ACKNOWLEDGED, Fate.DUPLICATE, Fate.REFUSED})
+_KEPT: Final = frozenset({Fate.ACKNOWLEDGED, Fate.DUPLICATE, Fate.SPOOLED, Fate.DEAD_LETTER})
+_DONE: Final = frozenset({Fate.ACKNOWLEDGED, Fate.DUPLICATE, Fate.DEAD_LETTER})
 _SPOOL_BATCH: Final = 1_000
 _MAX_TOLD: Final = 1_000
 """Messages to routers that wait while there is no connection: the newest."""
@@ -84,6 +88,8 @@ class Publisher:
         self._readiness = readiness
         self._clock = clock
         self._told: deque[Unsampled] = deque(maxlen=_MAX_TOLD)
+        self._dead_letters = DeadLetters(settings.pool, settings.stream)
+        self._burials: set[asyncio.Task[None]] = set()
         self._outbox = Outbox(settings.queue_samples, settings.max_outstanding_acks)
         self._wake = asyncio.Event()
         self._client: Client | None = None
@@ -111,8 +117,8 @@ class Publisher:
         self._told.append(end)
         self._wake.set()
 
-    async def deliver(self, samples: list[LatencySample]) -> list[bool]:
-        """Publish and await every acknowledgement, or the disk; says of each whether it was new, as far as known.
+    async def deliver(self, samples: list[LatencySample]) -> list[Fate]:
+        """Publish and await every acknowledgement, or the disk, or the dead letter's; says of each which.
 
         Raises NotDeliveredError.
         """
@@ -134,7 +140,7 @@ class Publisher:
         lost = [fate for fate in settled if fate not in _KEPT]
         if lost:
             raise NotDeliveredError(f"{len(lost)} of {len(samples)} samples: {lost[0]}")
-        return [fate is not Fate.DUPLICATE for fate in settled]
+        return settled
 
     async def run(self, stop: asyncio.Event) -> None:
         """Connect, and pump until `stop` is set and the outbox is empty or the drain's time is over."""
@@ -156,6 +162,11 @@ class Publisher:
         finally:
             for task in (connecting, stopping):
                 task.cancel()
+            if self._burials:
+                await asyncio.wait(self._burials, timeout=_RETRY_S)
+                for task in list(self._burials):
+                    task.cancel()
+                await asyncio.gather(*self._burials, return_exceptions=True)
             left = await self._spooled(self._outbox.abandon())
             for parcel in left:
                 self._leave(parcel, Fate.ABANDONED)
@@ -245,8 +256,7 @@ class Publisher:
                     headers={names.DEDUP_HEADER: parcel.decision_id},
                 )
             except nats.errors.MaxPayloadError:
-                if (refused := self._outbox.settle(token)) is not None:
-                    self._leave(refused, Fate.REFUSED)
+                self._refused(token)
             except (nats.errors.Error, OSError):
                 self._outbox.retry(token)
                 self._next_attempt_ms = self._clock.monotonic_ms() + _RETRY_S * 1e3
@@ -344,12 +354,30 @@ class Publisher:
         if ack.error is None:
             if (parcel := self._outbox.settle(token)) is not None:
                 self._leave(parcel, Fate.DUPLICATE if ack.duplicate else Fate.ACKNOWLEDGED)
-        elif ack.error.get("code") == _BAD_REQUEST:
-            if (parcel := self._outbox.settle(token)) is not None:
-                self._leave(parcel, Fate.REFUSED)
-                self._log.warning("JetStream refused a sample", error=ack.error.get("description"))
+        elif ack.error.get("err_code") == _TOO_LARGE:
+            self._refused(token)
         else:
             self._stream_lost(token, "error")
+
+    def _refused(self, token: str) -> None:
+        """JetStream will never take this one: it becomes a dead letter, beside the samples behind it."""
+        parcel, client = self._outbox.settle(token), self._client
+        if parcel is None:
+            return
+        if client is None or len(self._burials) >= _MAX_BURIALS:
+            self._leave(parcel, Fate.REFUSED)
+            return
+        task = asyncio.create_task(self._bury(client, parcel), name="dead letter")
+        self._burials.add(task)
+        task.add_done_callback(self._burials.discard)
+
+    async def _bury(self, client: Client, parcel: Parcel) -> None:
+        fate = Fate.REFUSED
+        try:
+            if await self._dead_letters.send(client, parcel.decision_id, parcel.payload, _TOO_LARGE_REASON):
+                fate = Fate.DEAD_LETTER
+        finally:
+            self._leave(parcel, fate)
 
     def _stream_lost(self, token: str, reason: str) -> None:
         """The stream is gone or can't store at the moment: look at it again before more is sent."""

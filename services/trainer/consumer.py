@@ -2,8 +2,9 @@
 
 A start reads the newest samples through an ephemeral consumer without acknowledgements; the durable one goes on from
 there. Messages are acknowledged once the window holds them, never after training, so that a long fit causes no
-redelivery. A message that can't be a sample becomes a dead letter, is terminated and counted, and blocks nothing. A
-durable consumer that is there is brought to the settings, in place where JetStream allows it.
+redelivery. A message that can't be a sample becomes a dead letter, is terminated and counted, and blocks nothing; at a
+pool's very first start, when there is no durable consumer yet, those that the replay meets too. A durable consumer that
+is there is brought to the settings, in place where JetStream allows it.
 
 Limits: nats-py's fetch of a partly filled batch returns only at its timeout, hence short ones; a silent consumer is
 asked about every 5 s, because a deleted one may give no sign. NATS may be away at the start or at any time.
@@ -11,6 +12,7 @@ asked about every 5 s, because a deleted one may give no sign. NATS may be away 
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
@@ -69,6 +71,8 @@ class SampleConsumer:
         self.rebuilt = False
         """Whether the replay of this run is over."""
         self._last_sequence = 0
+        self._poison: deque[tuple[int, Reject]] = deque()
+        """Sequence numbers of what a replay met and no durable consumer has dealt with; at most the stream's length."""
         self._stream_created: Any = None
         self._failing = False
         self.connected = False
@@ -123,6 +127,7 @@ class SampleConsumer:
             self.rebuilt = True
             self._on_rebuilt()
         await self._dead_letters.ensure(stream)
+        await self._bury_replayed(stream)
         await self._ensure_durable(stream)
         advisories = await self._dead_letters.watch(client, stream, self._durable)
         subscription = await stream.pull_subscribe_bind(durable=self._durable, stream=SAMPLES_STREAM)
@@ -144,11 +149,14 @@ class SampleConsumer:
             # Another stream than before counts from 1 again.
             self._stream_created = info.created
             self._last_sequence = 0
+            self._poison.clear()
 
     async def _ensure_durable(self, stream: JetStreamContext) -> None:
         start: dict[str, Any] = {}
         if self._last_sequence:
-            start = {"deliver_policy": DeliverPolicy.BY_START_SEQUENCE, "opt_start_seq": self._last_sequence + 1}
+            # Poison that isn't buried yet comes again, with the samples behind it, which are known as doubles.
+            first = self._poison[0][0] if self._poison else self._last_sequence + 1
+            start = {"deliver_policy": DeliverPolicy.BY_START_SEQUENCE, "opt_start_seq": first}
         wanted = {
             "filter_subject": self._subject,
             "ack_policy": AckPolicy.EXPLICIT,
@@ -190,7 +198,8 @@ class SampleConsumer:
         return True
 
     async def _replay(self, stream: JetStreamContext) -> None:
-        """Hand the newest samples of the stream to the sink, without acknowledgements."""
+        """Hand the newest samples of the stream to the sink, without acknowledgements; remember all poison."""
+        self._poison.clear()
         info = await stream.add_consumer(
             SAMPLES_STREAM,
             ConsumerConfig(
@@ -214,15 +223,49 @@ class SampleConsumer:
                     if not left.num_pending:
                         break
                     continue
-                fresh = messages[max(0, skipped - received) :]
+                old = messages[: max(0, skipped - received)]
+                fresh = messages[len(old) :]
                 received += len(messages)
                 self._last_sequence = messages[-1].metadata.sequence.stream
-                taken += self._examine(fresh, replayed=True)[0]
+                self._remember_poison(old, self._poison_of(old))
+                count, poison = self._examine(fresh, replayed=True)
+                taken += count
+                self._remember_poison(fresh, poison)
         finally:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await subscription.unsubscribe()
                 await stream.delete_consumer(SAMPLES_STREAM, info.name)
         self._log.info("window rebuilt from the stream", messages=received, skipped=skipped, taken=taken)
+
+    def _poison_of(self, messages: Sequence[Msg]) -> dict[int, Reject]:
+        """The poison among messages that are too old to teach, by position."""
+        now_unix_ms = self._clock.unix_ms()
+        outcomes = [self._intake.examine(message.data, now_unix_ms) for message in messages]
+        return {place: it for place, it in enumerate(outcomes) if isinstance(it, Reject) and it in POISON}
+
+    def _remember_poison(self, messages: Sequence[Msg], poison: dict[int, Reject]) -> None:
+        self._poison += [(messages[place].metadata.sequence.stream, poison[place]) for place in sorted(poison)]
+
+    async def _bury_replayed(self, stream: JetStreamContext) -> None:
+        """Poison that the durable consumer will never bring, since it begins behind it, becomes dead letters here.
+
+        Where that consumer is there already, it has brought what came before, and will bring what comes after.
+        """
+        if not self._poison:
+            return
+        try:
+            await stream.consumer_info(SAMPLES_STREAM, self._durable)
+        except NotFoundError:
+            pass
+        else:
+            self._poison.clear()
+        while self._poison:
+            sequence, reason = self._poison[0]
+            with contextlib.suppress(NotFoundError):  # aged out meanwhile
+                message = await stream.get_msg(SAMPLES_STREAM, sequence)
+                if not await self._dead_letters.send(stream, message.data or b"", reason.value, sequence):
+                    return
+            self._poison.popleft()
 
     async def _follow(self, stream: JetStreamContext, subscription: JetStreamContext.PullSubscription) -> None:
         loop = asyncio.get_running_loop()

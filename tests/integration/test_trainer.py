@@ -17,6 +17,7 @@ from nats.js.errors import NotFoundError
 from bench.queueing import as_samples, observe
 from services.trainer import consumer
 from services.trainer import trainer as conductor
+from services.trainer.dead_letters import DeadLetters
 from shared.bundle import BundleGate, BundleRefusedError, Calibration, seal, unseal
 from shared.features import SCHEMA
 from shared.inference import BundleModel
@@ -186,6 +187,43 @@ async def test_poison_becomes_a_dead_letter_with_its_reason(nats, redis):
         await until(both, "the second dead letter is stored")
         assert sorted(await dead_letters(context)) == [("malformed", b"not a sample"), ("pool", other)]
         assert (await context.get_msg(DEAD_STREAM, 1)).headers[DEAD_SOURCE_HEADER].startswith("LEADTIME_SAMPLES:")
+
+
+async def test_poison_that_was_there_before_the_first_trainer_becomes_dead_letters_once(nats, redis):
+    """What is too old to teach among it too. The durable consumer begins behind it and would never bring it."""
+    async with stream(nats.url) as context:
+        await context.publish(samples_subject("default"), b"too old")
+        await publish(context, SAMPLES[:150])
+        await context.publish(samples_subject("default"), b"not a sample")
+        for _ in range(2):  # the first start, and one that finds the durable consumer
+            async with running_trainer(nats.url, redis.url, replay_samples=100) as trainer:
+                await trainer.taken(99)
+                await until(lambda: _settled(context), "the durable consumer is there")
+                assert sorted(await dead_letters(context)) == [
+                    ("malformed", b"not a sample"),
+                    ("malformed", b"too old"),
+                ]
+
+
+async def test_poison_of_the_replay_whose_dead_letter_cannot_be_stored_comes_again(nats, redis, monkeypatch):
+    monkeypatch.setattr(consumer, "DEAD_LETTER_AGAIN_S", 0.2)
+    send, failures = DeadLetters.send, []
+
+    async def fail_at_first(self, *arguments):
+        if len(failures) < 2:
+            failures.append(arguments)
+            return False
+        return await send(self, *arguments)
+
+    monkeypatch.setattr(DeadLetters, "send", fail_at_first)
+    async with stream(nats.url) as context:
+        await context.publish(samples_subject("default"), b"not a sample")
+        await publish(context, SAMPLES[:20])
+        async with running_trainer(nats.url, redis.url) as trainer:
+            await until(lambda: _exists(context, DEAD_STREAM), "the dead-letter stream is made")
+            await until(lambda: _stored(context, DEAD_STREAM, 1), "stored at last")
+            await trainer.taken(20)
+            assert await dead_letters(context) == [("malformed", b"not a sample")]
 
 
 async def test_a_dead_letter_that_cannot_be_stored_blocks_no_sample_and_is_tried_again(nats, redis, monkeypatch):

@@ -8,11 +8,12 @@ from typing import Any
 import nats
 import pytest
 from nats.js.api import StreamConfig
+from nats.js.errors import NotFoundError
 
 from shared import names
 from shared.samples import ListedEndpoint, encode_decision, encode_sample
 from shared.settings import StreamSettings
-from shared.streams import samples_stream_config
+from shared.streams import MAX_SAMPLE_BYTES, samples_stream_config
 from tests.contract.test_samples import SAMPLE
 from tests.fakes.decisions import make_decision
 from tests.fakes.entries import SERVED, make_entry
@@ -265,7 +266,21 @@ async def test_a_sample_that_jetstream_would_never_take_is_refused(collector: Ru
     assert (await collector.post(json.dumps([sample(2), huge]))).status_code == 413
 
 
-async def test_a_logged_sample_that_jetstream_never_takes_is_given_up(
+async def dead_letters(url: str) -> list[tuple[str, str, bytes]]:
+    """(reason, source, data) of every dead letter; none where there is no stream of them."""
+    client = await nats.connect(url)
+    streams = client.jetstream()
+    try:
+        state = (await streams.stream_info(names.DEAD_STREAM)).state
+        found = [await streams.get_msg(names.DEAD_STREAM, n) for n in range(1, state.messages + 1)]
+    except NotFoundError:
+        return []
+    finally:
+        await client.close()
+    return [(m.headers[names.DEAD_REASON_HEADER], m.headers[names.DEAD_SOURCE_HEADER], m.data) for m in found]
+
+
+async def test_a_logged_sample_that_jetstream_never_takes_becomes_a_dead_letter(
     nats: NatsServer, collector: RunningCollector
 ) -> None:
     """Another schema's row has any length; one that is beyond the stream's limit doesn't stand in the others' way."""
@@ -273,8 +288,54 @@ async def test_a_logged_sample_that_jetstream_never_takes_is_given_up(
     huge = make_decision(SERVED, schema_hash="next", endpoints=(ListedEndpoint(SERVED, row),))
     await collector.log(make_entry(decision=encode_decision(huge)), entry(2))
     await until(lambda: _count(nats.url, 1), "the other is stored")
-    assert await collector.metric('leadtime_collector_published_total{fate="refused"}') == 1.0
+    await until(lambda: dead_letters(nats.url), "the dead letter is stored")
+    [(reason, source, data)] = await dead_letters(nats.url)
+    assert (reason, source, len(data)) == ("too_large", f"collector:{huge.decision_id}", MAX_SAMPLE_BYTES)
+
+    async def counted() -> bool:
+        return await collector.metric('leadtime_collector_published_total{fate="dead_letter"}') == 1.0
+
+    await until(counted, "it is counted")
     assert await stored_ids(nats.url) == ["logged-2"]
+
+
+async def test_a_posted_sample_over_an_operators_limit_is_rejected_and_a_dead_letter(nats: NatsServer) -> None:
+    """No repetition would make it better, so its sender isn't told to come again."""
+    await _change(nats.url, max_msg_size=750)
+    async with running_collector(nats.url, stream=StreamSettings(migrate=False)) as collector:
+        large = sample(model="m" * 250)
+        answer = await collector.post(json.dumps([large, sample(2)]))
+        assert (answer.status_code, answer.json()) == (200, {"published": 1, "duplicates": 0, "rejected": 1})
+        [(reason, source, data)] = await dead_letters(nats.url)
+        assert (reason, source, json.loads(data)["model"]) == ("too_large", "collector:posted-1", large["model"])
+
+
+async def test_samples_for_a_stream_that_is_full_and_keeps_the_old_wait_until_there_is_room(nats: NatsServer) -> None:
+    await _change(nats.url, max_msgs=1, discard="new")
+    async with running_collector(nats.url, stream=StreamSettings(migrate=False)) as collector:
+        await collector.log(*(entry(number) for number in range(3)))
+
+        async def refused() -> bool:
+            return await collector.metric('leadtime_collector_publish_retries_total{reason="error"}') > 0
+
+        await until(refused, "JetStream refuses the second")
+        await _change(nats.url, max_msgs=-1)
+        await until(lambda: _count(nats.url, 3), "all are stored")
+        assert sorted(await stored_ids(nats.url)) == ["logged-0", "logged-1", "logged-2"]
+        assert await dead_letters(nats.url) == []
+
+
+async def _change(url: str, **limits: Any) -> None:
+    """An operator's own limits, on the stream that is there or on a new one."""
+    client = await nats.connect(url)
+    streams = client.jetstream()
+    try:
+        try:
+            await streams.update_stream((await streams.stream_info(names.SAMPLES_STREAM)).config.evolve(**limits))
+        except NotFoundError:
+            await streams.add_stream(StreamConfig(**{**samples_stream_config(), **limits}))
+    finally:
+        await client.close()
 
 
 async def _client(url: str) -> Any:
