@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.router.request.errors import BodyTooLarge, InvalidRequest, RejectReason, RequestRejected
 from services.router.request.inference_request import InferenceRequest
 from services.router.request.parse import MAX_BREAKS, MAX_TOKENS, ParseConfig, Route, parse, route_of
+from services.router.request.prompt import MAX_MEDIA, MAX_PIECES
 from services.router.request.tokens import TokenEstimator
 
 CHAT = "/v1/chat/completions"
@@ -193,6 +194,32 @@ def test_a_body_that_is_no_sound_json_object_is_a_400_that_says_where_and_shows_
     assert says in error.message
     assert b"secret" not in error.body()
     assert error.__context__ is None or error.__suppress_context__
+
+
+IMAGE = {"type": "image_url"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([{"role": "user", "content": [IMAGE] * (MAX_MEDIA + 1)}], str(MAX_MEDIA)),
+        ([{"role": "user", "content": [IMAGE]}] * (MAX_MEDIA + 1), str(MAX_MEDIA)),
+        ([{"role": "user", "content": ""}] * (MAX_PIECES // 4 + 1), str(MAX_PIECES)),
+        ([{"role": "user", "content": [""] * (MAX_PIECES + 1)}], str(MAX_PIECES)),
+        ([{"role": "user", "content": [""] * 1_000}] * (MAX_PIECES // 1_000 + 1), str(MAX_PIECES)),
+    ],
+    ids=["images", "messages with an image", "messages", "parts", "messages with parts"],
+)
+def test_what_is_cheap_to_send_and_dear_to_read_is_refused(messages, says):
+    """Each image of 16 bytes stands for the tokens of one: a body of 15 MB would hold the router for seconds."""
+    error = rejection_of(chat(messages=messages))
+    assert (error.status, error.reason) == (400, RejectReason.BODY_TOO_COMPLEX)
+    assert says in error.message
+
+
+def test_as_many_images_as_are_allowed_are_read():
+    request = request_of(chat(messages=[{"role": "user", "content": [IMAGE] * MAX_MEDIA}]))
+    assert request.text_bytes == 0
 
 
 def test_duplicate_keys_keep_the_last_as_model_servers_do():
