@@ -44,10 +44,10 @@ class RediscoveryFilter:
         candidates, probability = context.candidates, self._config.exploration_probability
         arrivals = candidates.arrivals_per_ms
         mean = float(arrivals[alive].mean())
-        if mean < _ENOUGH_PER_MS or probability <= 0.0:
+        limit = np.float32(self._config.forgotten_share * mean)
+        if mean < _ENOUGH_PER_MS or probability <= 0.0 or arrivals.min() >= limit:
             return (everyone,)
-        few = arrivals < np.float32(self._config.forgotten_share * mean)
-        forgotten = few & alive & (candidates.pending_requests == 0.0)
+        forgotten = (arrivals < limit) & alive & (candidates.pending_requests == 0.0)
         if not forgotten.any():
             return (everyone,)
         return (Branch(1.0 - probability, alive), Branch(probability, forgotten))

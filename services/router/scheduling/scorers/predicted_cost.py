@@ -135,7 +135,9 @@ class PredictedCostScorer:
                 held_up += np.float32(self._config.future_weight) * candidates.arrivals_per_ms * ttft
             cost += prefill * held_up
         if self._config.kv_pressure_ms > 0.0:
-            cost += self._kv_pressure(candidates)
+            pressure = self._kv_pressure(candidates)
+            if pressure is not None:
+                cost += pressure
         added: _Column | None = None
         if tpot is not None:
             output_tokens = self._output_tokens(context)
@@ -146,17 +148,22 @@ class PredictedCostScorer:
             risks = self._risks(context, prediction, requests, added)
             if risks is not None:
                 ours, others = risks
-                fading = max(1.0 - float(np.nan_to_num(ours[alive], nan=1.0).min()), 0.0) ** _FADING
+                best = float(np.fmin.reduce(ours[alive]))  # unpredicted ones aside
+                fading = 0.0 if math.isnan(best) else max(1.0 - best, 0.0) ** _FADING
                 cost += np.float32(self._config.slo_risk_ms * fading) * (ours if others is None else ours + others)
         return cost
 
-    def _kv_pressure(self, candidates: Candidates) -> _Column:
-        """Float32 (n,) ms: nothing up to a utilization, then with the square of what is over it."""
-        tokens = candidates.uncached_tokens + candidates.pending_uncached_tokens
+    def _kv_pressure(self, candidates: Candidates) -> _Column | None:
+        """Float32 (n,) ms: nothing up to a utilization, then with the square of what is over it. None: nobody's is."""
         capacity = candidates.kv_capacity_tokens
-        queued = np.divide(tokens, capacity, out=np.zeros_like(tokens), where=capacity > 0.0)
+        used = candidates.uncached_tokens + candidates.pending_uncached_tokens
+        used /= np.maximum(capacity, _ONE)
+        used *= capacity > 0.0
+        used += candidates.kv_cache_utilization
         free_from = np.float32(self._config.kv_pressure_from)
-        over = (candidates.kv_cache_utilization + queued - free_from) / (_ONE - free_from)
+        if not used.max() > free_from:
+            return None
+        over = (used - free_from) / (_ONE - free_from)
         pressure: _Column = np.float32(self._config.kv_pressure_ms) * np.square(np.clip(over, 0.0, _MOST_PRESSURE))
         return pressure * candidates.scrape_known
 
