@@ -18,7 +18,7 @@ def decision_log(n=300, seed=0, logging="random"):
     lines = []
     for i in range(n):
         ttft = rng.gamma(4.0, 50.0, 3).astype(np.float32) + 20
-        endpoints = candidates(3, uncached_tokens=[500, 500, 500])
+        endpoints = candidates(3, uncached_tokens=[500, 500, 500], prefill_ms_per_token=[0.1, 0.2, 0.3])
         ctx = context(endpoints, prediction(ttft_p50=ttft, ttft_p90=ttft * 1.3), seed=seed * 10_000 + i)
         decision = pipeline.run(ctx)
         at = decision.order[0]
@@ -26,7 +26,7 @@ def decision_log(n=300, seed=0, logging="random"):
         lines.append(
             encode_line(
                 logged_decision(
-                    f"d{i}", ctx.request, endpoints.addresses, rows, ctx.prediction,
+                    f"d{i}", ctx.request, endpoints, rows, ctx.prediction,
                     received_unix_ms=float(i), profile=decision.profile, propensity=decision.propensity, chosen=at,
                     elapsed_ms=2.0,
                 )

@@ -361,7 +361,7 @@ class Director:
                 logged_decision(
                     decision_id,
                     prepared.request,
-                    prepared.candidates.addresses,
+                    prepared.candidates,
                     prepared.rows,
                     prediction,
                     received_unix_ms=ticket.received_unix_ms,

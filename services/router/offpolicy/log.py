@@ -30,7 +30,8 @@ _MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 
 
 class LoggedDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="decision", tag_field="kind"):
-    """One decision. `features` (n, F) in the order of `feature_names`; `predictions` by output, (n,) each.
+    """One decision. `features` (n, F) in the order of `feature_names`: the model's, and what else policies read.
+    `predictions` by output, (n,) each.
 
     `chosen`: index of the endpoint that came first; `propensity`: its probability over every lot that was drawn.
     """
@@ -95,18 +96,19 @@ def outcome_of(sample: LatencySample) -> LoggedOutcome:
 def logged_decision(
     decision_id: str,
     request: InferenceRequest,
-    addresses: tuple[str, ...],
+    candidates: Candidates,
     rows: FloatMatrix,
     prediction: Prediction | None,
     **facts: Any,
 ) -> LoggedDecision:
     """`rows` float32 (n, F) of the schema; `facts`: the other fields by name."""
+    beside = candidates.policy_columns()
     return LoggedDecision(
         decision_id=decision_id,
         model=request.model,
-        addresses=list(addresses),
-        feature_names=list(SCHEMA.names),
-        features=rows.tolist(),
+        addresses=list(candidates.addresses),
+        feature_names=[*SCHEMA.names, *beside],
+        features=np.column_stack([rows, *beside.values()]).tolist(),
         predictions={name: column.tolist() for name, column in prediction.columns.items()} if prediction else {},
         input_tokens=request.input_tokens,
         streamed=request.streamed,

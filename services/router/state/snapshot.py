@@ -17,7 +17,9 @@ class Candidates:
     """n endpoints that are ready, serve the model and lie in the subset hint. All columns float32 (n,).
 
     Names and units are those of `shared.features`. A scraped value that is unknown or too old is 0 with
-    `scrape_known` 0; `step_time_ms` likewise with `step_time_known`.
+    `scrape_known` 0; `step_time_ms` likewise with `step_time_known`. The last three aren't features, and 0 where
+    unknown: an endpoint's time per token of prefill as its answers show it, the size of its KV cache, what was sent to
+    it of late.
     """
 
     addresses: tuple[str, ...]
@@ -60,4 +62,12 @@ class Candidates:
             "scrape_age_ms": self.scrape_age_ms,
             "scrape_known": self.scrape_known,
             "hardware_class": self.hardware_class,
+        }
+
+    def policy_columns(self) -> Mapping[str, Column]:
+        """What policies read beside the model's features; 0 where it isn't known."""
+        return {
+            "prefill_ms_per_token": self.prefill_ms_per_token,
+            "kv_capacity_tokens": self.kv_capacity_tokens,
+            "arrivals_per_ms": self.arrivals_per_ms,
         }

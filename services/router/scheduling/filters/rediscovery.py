@@ -7,7 +7,7 @@ request goes to the forgotten: those to whom fewer requests come than `forgotten
 which have nothing pending. Where nobody is forgotten, nothing is left to chance.
 
 Limits: arrivals fade over half a minute; a pool to which less comes than five requests an endpoint in that time has no
-forgotten ones. A decision log doesn't hold arrivals: `leadtime evaluate` takes this filter for one that lets all pass.
+forgotten ones.
 """
 
 from typing import Annotated, Final

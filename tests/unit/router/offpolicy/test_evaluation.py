@@ -97,6 +97,7 @@ def test_goodput_is_whether_every_stated_objective_was_met(slo, outcome, reward)
 def test_what_the_policy_saw_is_seen_again():
     ctx = context_of(entry(ttft_slo_ms=70.0, priority=-2, expected_output_tokens=9.0), np.random.default_rng(0))
     assert ctx.candidates.uncached_tokens.tolist() == [500, 500, 500]
+    assert ctx.candidates.prefill_ms_per_token.tolist() == pytest.approx([0.1, 0.2, 0.3])
     assert (ctx.request.slo.ttft_ms, ctx.request.priority, ctx.elapsed_ms) == (70.0, -2, 2.0)
     assert ctx.expected_output_tokens == 9.0
     assert ctx.prediction.get("ttft_p90") is not None
@@ -137,7 +138,7 @@ def test_no_prompt_and_no_session_is_in_a_line():
     request = msgspec.json.encode(ctx.request.session_id)
     line = encode_line(
         logged_decision(
-            "d", ctx.request, ("a:1",), rows, None, received_unix_ms=0.0, profile="p", propensity=1.0, chosen=0,
+            "d", ctx.request, ctx.candidates, rows, None, received_unix_ms=0.0, profile="p", propensity=1.0, chosen=0,
             elapsed_ms=0.0,
         )
     )  # fmt: skip
