@@ -1,9 +1,10 @@
-"""The ext-proc port asks for its bearer token, and a listener that can't be had is told in a sentence."""
+"""The ext-proc port asks for its token and refuses what is no message; a listener that can't be had is told in a sentence."""
 
 import socket
 
 import grpc
 import pytest
+import structlog.testing
 from prometheus_client import CollectorRegistry
 
 from services.router.extproc.server import ExtProcServer
@@ -26,6 +27,25 @@ async def test_a_call_without_the_token_is_refused_and_one_with_it_is_answered()
         async with ExtProcClient(f"127.0.0.1:{port}", metadata=(("authorization", "Bearer right-token"),)) as client:
             assert (await client.pick("/v1/models", None)).destinations
         assert registry.get_sample_value("leadtime_router_extproc_aborts_total", {"reason": "unauthenticated"}) == 2
+    finally:
+        await server.stop(0.0)
+
+
+async def test_bytes_that_are_no_message_end_their_stream_with_a_status_and_are_counted() -> None:
+    registry = CollectorRegistry()
+    server = ExtProcServer(FakeDirector(), registry, SystemClock(), max_body_bytes=1_000)
+    port, _ = await server.start("127.0.0.1", 0, 0)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with structlog.testing.capture_logs() as logs:
+                for data in (b"\xff\xff\xff", b"GET / HTTP/1.1"):
+                    call = channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")()
+                    await call.write(data)
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await call.read()
+                    assert (await call.code(), await call.details()) == (grpc.StatusCode.INTERNAL, "not_a_message")
+        assert logs == []
+        assert registry.get_sample_value("leadtime_router_extproc_aborts_total", {"reason": "not_a_message"}) == 2
     finally:
         await server.stop(0.0)
 

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 import grpc
 import structlog
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ep
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -190,6 +191,8 @@ class ExtProcServer:
         except (asyncio.CancelledError, grpc.aio.AbortError):
             completed = run.stream.response_whole
             raise
+        except DecodeError:  # the caller's fault: counted, and no traceback for each
+            await self._abort(context, "not_a_message")
         except Exception:  # whatever it was, the stream must end with a status: where Envoy can, it fails open
             self._log.exception("ext-proc stream failed")
             await self._abort(context, "internal_error")
