@@ -1,4 +1,4 @@
-"""The ext-proc port asks for its token and refuses what is no message; a listener that can't be had is told in a sentence."""
+"""The ext-proc port asks for its token, refuses what is no message, and says in a sentence why it can't listen."""
 
 import socket
 
