@@ -84,7 +84,15 @@ def bench_soak(result: Mapping[str, Any]) -> list[str]:
 
 def chaos(result: Mapping[str, Any]) -> list[str]:
     """Faults of the chaos suite's result: what it says broke, and keys that aren't there."""
-    keys = ("requests", "failed_by_leadtime", "samples_acknowledged", "samples_lost", "samples_doubled")
+    keys = (
+        "requests",
+        "failed_by_leadtime",
+        "samples_acknowledged",
+        "samples_lost",
+        "samples_doubled",
+        "predictions_checked",
+        "bundles_mixed",
+    )
     faults = [
         f"{fault['fault']}: {key} is no number"
         for fault in result["faults"]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 SETTLE_LIMIT_S: Final = 1.0
+_NONE: Final = ("samples_lost", "samples_doubled", "bundles_mixed")
 _COLUMNS: Final = (
     ("fault", "fault", "<"),
     ("requests", "requests", ">"),
@@ -15,6 +16,8 @@ _COLUMNS: Final = (
     ("samples_acknowledged", "acknowledged", ">"),
     ("samples_lost", "lost", ">"),
     ("samples_doubled", "doubled", ">"),
+    ("predictions_checked", "predictions checked", ">"),
+    ("bundles_mixed", "mixed", ">"),
 )
 
 
@@ -27,10 +30,12 @@ def failures(result: Mapping[str, Any]) -> list[str]:
             found.append(f"{name}: no request was sent")
         if fault["failed_by_leadtime"]:
             found.append(f"{name}: {fault['failed_by_leadtime']} requests failed by Leadtime: {fault['reasons']}")
-        found += [f"{name}: {key} is {fault[key]}" for key in ("samples_lost", "samples_doubled") if fault[key]]
+        found += [f"{name}: {key} is {fault[key]}" for key in _NONE if fault[key]]
         settled = fault["ledger_settle_s"]
         if settled is None or settled > SETTLE_LIMIT_S:
             found.append(f"{name}: the ledgers weren't exact within {SETTLE_LIMIT_S:g} s ({settled})")
+    if sum(fault["predictions_checked"] for fault in result["faults"]) < 1:
+        found.append("no prediction could be held against its bundle")
     if result["ledger_faults"]:
         found.append(f"routers found {result['ledger_faults']} inconsistencies in their ledgers")
     trained = result["samples"]

@@ -11,6 +11,7 @@ must be empty at every endpoint. The endpoint that is harmed is the busiest at t
   the one that was harmed. All others are Leadtime's.
 - *Samples*: acknowledged are those posted to the collector whose 2xx came back. Lost are acknowledged ones that aren't
   in the stream when all is well again, doubled those that are there twice, of Envoy's too.
+- *Bundles*: each decision's prediction is made again from the bundle that it names (`bundles.py`).
 
 Limits: what the clock of Envoy, NATS and Redis does isn't played; the disk is full for the collector alone
 (RLIMIT_FSIZE). Figures of p99 on a busy machine are its own.
@@ -34,6 +35,7 @@ import aiohttp
 import nats
 from nats.js.errors import NotFoundError
 
+from deploy.local.chaos import bundles
 from deploy.local.chaos.harm import Clock, Link
 from deploy.local.chaos.load import Fate, Load, Receipts
 from deploy.local.chaos.report import quantile
@@ -41,6 +43,7 @@ from deploy.local.ports import LOOPBACK, Ports
 from deploy.local.processes import Child, ChildSpec, Supervisor
 from deploy.local.stack import Stack, StackConfig, http_url, tcp_probe
 from shared.names import DEDUP_HEADER, SAMPLES_STREAM
+from shared.samples import decode_sample
 from sim.spec import ProcessSpec, ServerSpec
 
 MODEL: Final = "chaos-model"
@@ -120,6 +123,8 @@ class Suite:
         self._harmed = "endpoint-1"
         self._looks = Looks()
         self._stored: Counter[str] = Counter()
+        self._judge = bundles.Judge()
+        self._judged: Counter[bundles.Verdict] = Counter()
         self._told_doubled: set[str] = set()
         self._read_up_to = 0
         self._ledger_faults = 0
@@ -127,7 +132,13 @@ class Suite:
     async def run(self, faults: Sequence[Fault], say: Callable[[str], None]) -> dict[str, Any]:
         """Play the faults one after the other; what was measured of each."""
         background = [
-            asyncio.create_task(work) for work in (self._load.run(), self._receipts.run(), self._look_at_ledgers())
+            asyncio.create_task(work)
+            for work in (
+                self._load.run(),
+                self._receipts.run(),
+                self._look_at_ledgers(),
+                bundles.watch(self._judge, self.stack.addresses.redis_url, self.stack.config.pool),
+            )
         ]
         results = []
         try:
@@ -161,6 +172,7 @@ class Suite:
     async def _play(self, fault: Fault, usual_ms: float | None) -> dict[str, Any]:
         began_s = time.monotonic()
         acknowledged = len(self._receipts.acknowledged)
+        judged = self._judged.copy()
         if fault.of_endpoint:
             self._harmed = await self._busiest_endpoint()
         await fault.act(self)
@@ -193,6 +205,9 @@ class Suite:
             "samples_acknowledged": len(acknowledged_now) - acknowledged,
             "samples_lost": len(lost),
             "samples_doubled": len(doubled),
+            "predictions_checked": self._judged[bundles.Verdict.AGREES] - judged[bundles.Verdict.AGREES],
+            "bundles_mixed": self._judged[bundles.Verdict.MIXED] - judged[bundles.Verdict.MIXED],
+            "predictions_unexplained": self._judged[bundles.Verdict.UNEXPLAINED] - judged[bundles.Verdict.UNEXPLAINED],
             "served_by": dict(sorted(Counter(fate.served_by or "nobody" for fate in fates).items())),
             "seconds": round(time.monotonic() - began_s, 1),
         }
@@ -274,6 +289,7 @@ class Suite:
                 with contextlib.suppress(NotFoundError):
                     message = await js.get_msg(SAMPLES_STREAM, sequence)
                     self._stored[(message.headers or {}).get(DEDUP_HEADER, f"without id {sequence}")] += 1
+                    self._judged[self._judge.judge(decode_sample(message.data or b""))] += 1
             self._read_up_to = last
         finally:
             await client.close()

@@ -25,6 +25,9 @@ FAULT = {
     "samples_acknowledged": 10,
     "samples_lost": 0,
     "samples_doubled": 0,
+    "predictions_checked": 20,
+    "bundles_mixed": 0,
+    "predictions_unexplained": 0,
 }
 RESULT = {
     "faults": [FAULT],
@@ -44,6 +47,7 @@ def test_what_held_is_no_failure() -> None:
         ("failed_by_leadtime", 1, "failed by Leadtime"),
         ("samples_lost", 2, "samples_lost is 2"),
         ("samples_doubled", 1, "samples_doubled is 1"),
+        ("bundles_mixed", 1, "bundles_mixed is 1"),
         ("ledger_settle_s", 1.2, "exact within 1 s"),
         ("ledger_settle_s", None, "exact within 1 s"),
     ],
