@@ -157,6 +157,7 @@ def snapshot_of(rows: FloatMatrix, **targets_ms: npt.ArrayLike) -> Snapshot:
         rows=rows,
         targets={target: np.asarray(targets_ms.get(target, np.full(count, np.nan)), np.float32) for target in TARGETS},
         sequence=np.arange(1, count + 1),
+        sent=np.arange(1, count + 1),
         endpoints=("10.0.0.1:8000",) * count,
         censored_rows=np.zeros((0, len(SCHEMA)), np.float32),
         censored_ms=np.zeros(0, np.float32),

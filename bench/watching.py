@@ -63,7 +63,7 @@ class VirtualTrainer:
     def tick(self, now_ms: float) -> None:
         """What a trainer does in a second; a fit is adopted in the one after."""
         learner = self.learner
-        learner.take(self._batch)
+        learner.take(self._batch, now_ms)
         learner.guard()
         self.labels += sum(taken.censored_ms is None for taken in self._batch)
         self._batch.clear()
@@ -140,7 +140,7 @@ def watch(
     ahead = np.zeros(n, np.int64)
     columns = {"ttft": recording.ttft_ms, "tpot": recording.tpot_ms, "e2e": recording.e2e_ms}
     known = {name: column.tolist() for name, column in columns.items() if name in targets}
-    tpot = columns["tpot"].tolist()
+    tpot, e2e = columns["tpot"].tolist(), columns["e2e"].tolist()
     told: dict[int, dict[str, float]] = {}
     place = {name: k for k, name in enumerate(OUTPUTS)}
     # Whoever sees every first token has no use for timers.
@@ -207,13 +207,18 @@ def watch(
                 table.observe_step_time(slot, tpot[i])
             ledger.learn_ttft(slot, float(ahead[i]), float(columns["ttft"][i]))
             found = {name: column[i] for name, column in known.items() if column[i] == column[i]}
-            sample = _sample(i, addresses[pod], int(recording.output_tokens[i]), rows[i], told.pop(i))
+            sample = _sample(i, addresses[pod], int(recording.output_tokens[i]), rows[i], told.pop(i), e2e[i])
             trainer.take(Taken(sample, rows[i], found))
     return Watched(rows, predictions, labels, trainer)
 
 
 def _sample(
-    i: int, address: str, output_tokens: int | None, row: FloatMatrix, predicted: dict[str, float]
+    i: int,
+    address: str,
+    output_tokens: int | None,
+    row: FloatMatrix,
+    predicted: dict[str, float],
+    e2e_ms: float | None = None,
 ) -> LatencySample:
     return LatencySample(
         decision_id=str(i),
@@ -230,6 +235,7 @@ def _sample(
         features=row.tolist(),
         prediction=predicted or None,
         output_tokens=output_tokens,
+        e2e_ms=e2e_ms,
     )
 
 

@@ -5,6 +5,10 @@ residual, 0.03 a sample: a ×1.5 drift is followed in ~200 samples), log offsets
 steps of 0.05, so that each bin covers its level), a bias per endpoint shrunk towards 0, and the median output length
 per model. The published `Calibration` is applied by `shared.inference.calibrate` and nowhere else.
 
+A change (`shifts.py`), of the pool or of one endpoint, is not crept up on: the bias jumps to where errors lie since,
+what they had pushed quantiles and endpoints by is taken back, and labels of requests that were sent before teach no
+more. A level's rate begins anew then.
+
 A step's residual is cut at the running mean of |residual|: latency errors are skewed, and a plain mean sits above the
 median that P50 promises (TTFT error 18.2 % uncorrected, 20.0 % with the mean, 18.5 % with the cut; after the drift
 35 → 19 %). It also means that one label ×100 can't throw the bias. Quantiles see signs, not sizes, and a tenth of lies
@@ -19,9 +23,10 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from services.trainer.outliers import CHANGED_SHARE, LOG_LIMIT
+from services.trainer.shifts import ShiftWatch
 from shared.bundle import Calibration
 from shared.inference import MAX_LOG_CORRECTION
 from shared.prediction import TARGETS
@@ -34,10 +39,16 @@ FAR_RATE: Final = 0.02
 _PERSISTENCE_RATE: Final = 0.1
 _PERSISTENT: Final = 0.5
 _HURRY: Final = 9.0
-# A change: the bias has left where it was some 300 samples ago. Its onset lies about as far back as the bias took.
+# A change is one against where the bias was some 300 samples ago; before it has settled there is none.
 SLOW_RATE: Final = 0.003
 CHANGE_MIN_SAMPLES: Final = 200
-CHANGE_ONSET_SAMPLES: Final = 40
+POOL_SPAN: Final = 64
+POOL_LEAST: Final = 8
+# An endpoint's own errors are fewer, and 4096 of them are remembered.
+ENDPOINT_SPAN: Final = 16
+ENDPOINT_LEAST: Final = 6
+ENDPOINT_MIN_SAMPLES: Final = 20
+ENDPOINT_SLOW_RATE: Final = 0.02
 LEVELS: Final[Mapping[str, float]] = {"p90": 0.9, "p99": 0.99}
 MAX_ENDPOINTS: Final = 4096
 MAX_MODELS: Final = 256
@@ -53,9 +64,10 @@ class CalibrationOptions:
     bias_rate: float = 0.03
     pinball_rate: float = 0.05
     endpoint_rate: float = 0.03
-    endpoint_shrinkage: float = 20.0
+    endpoint_doubt: float = 4.0
+    """An endpoint's bias is halved where its square is so many times what chance makes of as many samples"""
     change_log: float = 0.2
-    """A bias that has moved by so much (a factor of 1.22) is a change: rows of before teach little"""
+    """A level that has moved by so much (a factor of 1.22) is a change: rows of before teach little"""
     output_rate: float = 0.05
     backlog_edges_tokens: tuple[float, ...] = (256.0, 1024.0, 4096.0, 16384.0)
 
@@ -97,6 +109,31 @@ class LiveError:
     bias: float
 
 
+class _Note(NamedTuple):
+    """What one sample moved, so that it can be taken back."""
+
+    backlog_bin: int
+    steps: tuple[float, ...]
+    """Of the offsets, in the order of the levels"""
+    endpoint: str
+    endpoint_step: float
+
+
+@dataclass(slots=True)
+class _Endpoint(_Level):
+    """An endpoint's own level beside the pool's bias."""
+
+    slow: float = 0.0
+    """Where it was some dozens of its samples ago"""
+    onset: int = 0
+    """Its samples that were sent before this one tell of what was before a change"""
+    jumped_at: int = 0
+    """Number of the sample by which that change was seen"""
+    watch: ShiftWatch[_Note] = field(
+        default_factory=lambda: ShiftWatch[_Note](span=ENDPOINT_SPAN, least=ENDPOINT_LEAST)
+    )
+
+
 @dataclass(slots=True)
 class _Target:
     offsets: dict[str, list[float]]
@@ -106,13 +143,22 @@ class _Target:
     bias: _Level = field(default_factory=_Level)
     slow_bias: float = 0.0
     """Where the bias was some hundred samples ago; far from it is a change"""
-    endpoints: OrderedDict[str, _Level] = field(default_factory=OrderedDict)
+    onset: int = 0
+    jumped_at: int = 0
+    watch: ShiftWatch[_Note] = field(default_factory=lambda: ShiftWatch[_Note](span=POOL_SPAN, least=POOL_LEAST))
+    endpoints: OrderedDict[str, _Endpoint] = field(default_factory=OrderedDict)
     scale: float = 0.25
     """Running mean of |log residual|, which cuts the steps"""
     live_error: _Mean = field(default_factory=_Mean)
     live_bias: _Mean = field(default_factory=_Mean)
     far: _Mean = field(default_factory=_Mean)
     """Share of samples that are off by more than any honest one"""
+
+    def take_back(self, notes: Sequence[_Note]) -> None:
+        """Undo what these samples moved the offsets by."""
+        for note in notes:
+            for offsets, step in zip(self.offsets.values(), note.steps, strict=True):
+                offsets[note.backlog_bin] = _bounded(offsets[note.backlog_bin] - step)
 
 
 class OutputLengths:
@@ -144,7 +190,9 @@ class OutputLengths:
 class Calibrator:
     """The calibration of one bundle, learned sample by sample. Another bundle takes another calibrator."""
 
-    __slots__ = ("_edges", "_options", "_targets", "bundle_version", "changed_at", "samples")
+    __slots__ = (
+        "_edges", "_options", "_targets", "bundle_version", "changed_at", "endpoints_changed_at", "samples",
+    )  # fmt: skip
 
     def __init__(self, options: CalibrationOptions, bundle_version: str, outputs: Sequence[str]) -> None:
         """No bias and no offsets for the bundle's `outputs` yet."""
@@ -154,6 +202,8 @@ class Calibrator:
         self.samples = 0
         self.changed_at: int | None = None
         """Number of the sample with which latencies became others, as far as this calibrator has seen"""
+        self.endpoints_changed_at: dict[str, int] = {}
+        """The same of single endpoints"""
         self._targets = {
             target: _Target(
                 {level: [0.0] * (len(self._edges) + 1) for level in LEVELS if f"{target}_{level}" in outputs}
@@ -169,23 +219,29 @@ class Calibrator:
         backlog_tokens: float,
         endpoint: str,
         served: Mapping[str, float] | None = None,
+        lag: int = 0,
     ) -> None:
         """Learn from one sample: the bundle's raw outputs by name, the known targets in ms.
 
         `served`: what the router predicted at decision time with this bundle, where it did. Quantiles are judged by it:
         labels come late, and a bound that the newest bias has moved covers better than the one that was served.
+        `lag`: how many samples came while this one was under way.
         """
-        options = self._options
         backlog_bin = bisect_right(self._edges, backlog_tokens)
         self.samples += 1
         for target, state in self._targets.items():
             actual = actual_ms.get(target)
             if actual is None:
                 continue
-            residual = math.log(actual / max(predicted[f"{target}_p50"], 1e-6))
+            # Who was sent first ends first where a target is the whole of a request: sorted by sending the newest
+            # would always be the quick ones.
+            sent = self.samples - (0 if target == "e2e" else lag)
             own = state.endpoints.get(endpoint)
-            shift = state.bias.value + (self._shrunk(own) if own else 0.0)
-            error = residual - _bounded(shift)
+            if sent < max(state.onset, own.onset if own else 0):
+                continue  # it tells of what was before a change
+            residual = math.log(actual / max(predicted[f"{target}_p50"], 1e-6))
+            share = self._shrunk(own, state.scale) if own else 0.0
+            error = residual - _bounded(state.bias.value + share)
             far = abs(error) > LOG_LIMIT
             state.far.step(float(far), FAR_RATE)
             if far and state.far.value < CHANGED_SHARE:
@@ -194,18 +250,41 @@ class Calibrator:
             relative = math.expm1(max(-5.0, min(5.0, -error)))
             state.live_error.step(abs(relative), 1.0 / LIVE_SAMPLES)
             state.live_bias.step(relative, 1.0 / LIVE_SAMPLES)
-            for level, offsets in state.offsets.items():
-                upper = (served or {}).get(f"{target}_{level}")
-                if upper is None:
-                    upper = predicted[f"{target}_{level}"] * math.exp(_bounded(shift + offsets[backlog_bin]))
-                step = options.pinball_rate * (float(actual > upper) - (1.0 - LEVELS[level]))
-                offsets[backlog_bin] = _bounded(offsets[backlog_bin] + step)
+            if sent < max(state.jumped_at, own.jumped_at if own else 0):
+                served = None  # by a bound that knew nothing of the change
+            steps = self._step_offsets(target, state, backlog_bin, actual, predicted, share, served)
             before = state.bias.value
-            state.bias.follow(_cut(error, state.scale), options.bias_rate)
+            state.bias.follow(_cut(error, state.scale), self._options.bias_rate)
             state.bias.value = _bounded(state.bias.value)
-            self._look_for_a_change(state)
-            self._step_endpoint(state, endpoint, residual - before)
+            own = self._endpoint(state, endpoint)
+            moved = own.value
+            own.follow(_cut(residual - before - own.value, state.scale), self._options.endpoint_rate)
+            note = _Note(backlog_bin, steps, endpoint, own.value - moved)
+            if not self._pool_changed(state, sent, residual - share, note):
+                self._endpoint_changed(state, own, sent, residual - before, note)
             state.scale += SCALE_RATE * (min(abs(error), SCALE_CAP) - state.scale)
+
+    def _step_offsets(
+        self,
+        target: str,
+        state: _Target,
+        backlog_bin: int,
+        actual: float,
+        predicted: Mapping[str, float],
+        share: float,
+        served: Mapping[str, float] | None,
+    ) -> tuple[float, ...]:
+        """Move each level's offset of a bin by one pinball step; the steps."""
+        steps = []
+        for level, offsets in state.offsets.items():
+            upper = (served or {}).get(f"{target}_{level}")
+            if upper is None:
+                shift = _bounded(state.bias.value + share + offsets[backlog_bin])
+                upper = predicted[f"{target}_{level}"] * math.exp(shift)
+            step = self._options.pinball_rate * (float(actual > upper) - (1.0 - LEVELS[level]))
+            offsets[backlog_bin] = _bounded(offsets[backlog_bin] + step)
+            steps.append(step)
+        return tuple(steps)
 
     def mark(self) -> None:
         """From here on offsets are live: what they gather is handed on to the next bundle's calibrator."""
@@ -220,13 +299,31 @@ class Calibrator:
             for level, marked in state.marked.items()
         }
 
-    def inherit(self, before: "Calibrator") -> None:
-        """Add what another bundle's offsets have gathered since their mark: how late labels come is no bundle's own."""
-        gathered = before.gathered()
+    def onsets(self) -> dict[str, dict[str | None, tuple[int, int]]]:
+        """Per target, of the pool (None) and each endpoint: how many samples ago a change began, and was seen."""
+        now = self.samples
+        return {
+            target: {
+                None: (now - state.onset, now - state.jumped_at),
+                **{name: (now - own.onset, now - own.jumped_at) for name, own in state.endpoints.items()},
+            }
+            for target, state in self._targets.items()
+        }
+
+    def inherit(self, before: "Calibrator", unseen: int = 0) -> None:
+        """Take what is no bundle's own from another one's calibrator, which has seen `unseen` samples more.
+
+        What offsets have gathered since their mark (how late labels come), and since when labels tell of how it is.
+        """
+        gathered, onsets, now = before.gathered(), before.onsets(), self.samples + unseen
         for target, state in self._targets.items():
             for level, offsets in state.offsets.items():
                 for k, more in enumerate(gathered.get(f"{target}_{level}", ())):
                     offsets[k] = _bounded(offsets[k] + more)
+            for name, (began, seen) in onsets.get(target, {}).items():
+                changed = state if name is None else state.endpoints.get(name)
+                if changed is not None:
+                    changed.onset, changed.jumped_at = now - began, now - seen
 
     def calibration(
         self, pool: str, sequence: int, now_unix_ms: float, expected_output_tokens: Mapping[str, float]
@@ -245,7 +342,7 @@ class Calibrator:
                 for level, offsets in state.offsets.items()
             },
             endpoint_log_bias={
-                target: {endpoint: self._shrunk(mean) for endpoint, mean in state.endpoints.items()}
+                target: {endpoint: self._shrunk(own, state.scale) for endpoint, own in state.endpoints.items()}
                 for target, state in self._targets.items()
             },
             expected_output_tokens=dict(expected_output_tokens),
@@ -259,28 +356,65 @@ class Calibrator:
             if state.live_error.count
         }
 
-    def _look_for_a_change(self, state: _Target) -> None:
+    def _pool_changed(self, state: _Target, sent: int, error: float, note: _Note) -> bool:
+        """Whether latencies of the whole pool are seen to be others; then the bias is where they lie since."""
         if state.bias.count <= CHANGE_MIN_SAMPLES:
             state.slow_bias = state.bias.value
-            return
-        # Where single errors are large (e2e) a bias wanders further by chance.
-        if abs(state.bias.value - state.slow_bias) > max(self._options.change_log, state.scale):
-            # What has moved the bias began before the bias had moved.
-            self.changed_at = max(0, self.samples - CHANGE_ONSET_SAMPLES)
-            state.slow_bias = state.bias.value
-        state.slow_bias += SLOW_RATE * (state.bias.value - state.slow_bias)
+            return False
+        # Where single errors are large (e2e) a level wanders further by chance.
+        least_log = max(self._options.change_log, state.scale)
+        shift = state.watch.observe(
+            sent, error, note, reference=state.slow_bias, scale=state.scale, least_log=least_log
+        )
+        if shift is None:
+            state.slow_bias += SLOW_RATE * (state.bias.value - state.slow_bias)
+            return False
+        state.take_back(shift.notes)
+        for told in shift.notes:
+            if (own := state.endpoints.get(told.endpoint)) is not None:
+                own.value -= told.endpoint_step
+        for own in state.endpoints.values():
+            own.watch.clear()
+        state.bias = _Level(_bounded(shift.level), len(shift.notes))
+        state.slow_bias = state.bias.value
+        state.onset, state.jumped_at = shift.onset, self.samples
+        self.changed_at = max(0, shift.onset)
+        return True
 
-    def _step_endpoint(self, state: _Target, endpoint: str, residual: float) -> None:
-        mean = state.endpoints.get(endpoint)
-        if mean is None:
-            mean = state.endpoints[endpoint] = _Level()
-        mean.follow(_cut(residual - mean.value, state.scale), self._options.endpoint_rate)
+    def _endpoint_changed(self, state: _Target, own: _Endpoint, sent: int, error: float, note: _Note) -> None:
+        """The same of one endpoint: its share is where its errors lie since."""
+        if own.count <= ENDPOINT_MIN_SAMPLES:
+            own.slow = own.value
+            return
+        least_log = max(self._options.change_log, state.scale)
+        shift = own.watch.observe(sent, error, note, reference=own.slow, scale=state.scale, least_log=least_log)
+        if shift is None:
+            own.slow += ENDPOINT_SLOW_RATE * (own.value - own.slow)
+            return
+        state.take_back(shift.notes)
+        own.value, own.count, own.persistence = _bounded(shift.level), len(shift.notes), 0.0
+        own.slow = own.value
+        own.onset, own.jumped_at = shift.onset, self.samples
+        self.endpoints_changed_at[note.endpoint] = max(0, shift.onset)
+
+    def _endpoint(self, state: _Target, endpoint: str) -> _Endpoint:
+        own = state.endpoints.get(endpoint)
+        if own is None:
+            own = state.endpoints[endpoint] = _Endpoint()
         state.endpoints.move_to_end(endpoint)
         while len(state.endpoints) > MAX_ENDPOINTS:
-            state.endpoints.popitem(last=False)
+            gone, _ = state.endpoints.popitem(last=False)
+            self.endpoints_changed_at.pop(gone, None)
+        return own
 
-    def _shrunk(self, mean: _Mean) -> float:
-        return _bounded(mean.value * mean.count / (mean.count + self._options.endpoint_shrinkage))
+    def _shrunk(self, own: _Endpoint, scale: float) -> float:
+        """An endpoint's share, as far as it isn't chance."""
+        square = own.value * own.value
+        if not square:
+            return 0.0
+        counted = min(own.count, 2.0 / self._options.endpoint_rate)
+        chance = self._options.endpoint_doubt * scale * scale / max(1.0, counted)
+        return _bounded(own.value * square / (square + chance))
 
 
 def _cut(value: float, at: float) -> float:

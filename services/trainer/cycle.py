@@ -19,6 +19,7 @@ from services.trainer.calibrate import CalibrationOptions, Calibrator
 from services.trainer.champion import Champion
 from services.trainer.evaluate import HeldOut, Verdict, breakdown, censored_beyond_p90, judge, metrics
 from services.trainer.export import BoosterToGraph, Parity, Rendered, parity, parity_rows, render, serialize
+from services.trainer.levels import leveled, without_endpoints
 from services.trainer.train import FitOptions, LatencyModel, fit, split
 from services.trainer.window import Snapshot
 from shared.bundle import Bundle, BundleManifest, Rendering, RenderingName, TargetMetrics, bundle_version
@@ -30,11 +31,6 @@ from shared.prediction import TARGETS, plausible
 LIBRARIES: Final = ("xgboost-cpu", "numpy", "scipy", "onnx", "onnxmltools", "onnxruntime")
 # Newest rows by which a new bundle's calibration is warmed: a bias is settled after 200, a P99 offset never sooner.
 WARM_UP_ROWS: Final = 1000
-# Rows before a change by which the level of before is measured, and the least number on either side.
-LEVEL_ROWS: Final = 500
-LEVEL_MIN_ROWS: Final = 20
-# Less than what counts as a change is what a target's error wanders by.
-LEVEL_LEAST_LOG: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +93,12 @@ def _fit_and_judge(
 ) -> CycleReport:
     snapshot = leveled(snapshot, champion)
     report = CycleReport(Verdict(False, "too_few_rows"), len(snapshot), created_unix_ms)
-    model = fit(snapshot, options.fit)
+    # The model is of the pool; how much slower one endpoint is than the pool is its calibration's to say.
+    alike = without_endpoints(snapshot, champion)
+    model = fit(alike, options.fit)
     if model is None:
         return report
-    held_out = _held_out(snapshot, options.fit.held_out_fraction)
+    held_out = _held_out(alike, options.fit.held_out_fraction)
     ours = {target: model.predict(held.rows) for target, held in held_out.items()}
     theirs = {target: champion.model.predict(held.rows) for target, held in held_out.items()} if champion else None
     if theirs is not None and not all(map(plausible, theirs.values())):
@@ -129,37 +127,6 @@ def _fit_and_judge(
     if not report.verdict.accepted:
         return report
     return _export(snapshot, model, options, report)
-
-
-def leveled(snapshot: Snapshot, champion: Champion | None) -> Snapshot:
-    """The snapshot with labels of before a change raised (or lowered) to the level of those since, per target.
-
-    The level's shift is the difference of the champion's median log errors on rows of after and just before. What a row
-    of before says of the shape is still worth something then; where the shift isn't one factor, recency forgets it.
-    """
-    if champion is None or not snapshot.changed_at:
-        return snapshot
-    place = int(np.searchsorted(snapshot.sequence, snapshot.changed_at))
-    start = max(0, place - LEVEL_ROWS)
-    rows = snapshot.rows[start:]
-    answers = champion.model.predict(rows) if len(rows) else np.zeros((0, 0), np.float32)
-    if not place or not len(rows) or not plausible(answers):
-        return snapshot
-    targets = dict(snapshot.targets)
-    for target, labels in snapshot.targets.items():
-        if f"{target}_p50" not in champion.model.outputs:
-            continue
-        predicted = answers[:, champion.model.outputs.index(f"{target}_p50")]
-        errors = np.log(labels[start:]) - np.log(predicted)
-        before, since = errors[: place - start], errors[place - start :]
-        before, since = before[np.isfinite(before)], since[np.isfinite(since)]
-        if min(len(before), len(since)) < LEVEL_MIN_ROWS:
-            continue
-        shift = np.float32(np.median(since) - np.median(before))
-        if abs(shift) < LEVEL_LEAST_LOG:
-            continue
-        targets[target] = np.concatenate([labels[:place] * np.exp(shift), labels[place:]])
-    return replace(snapshot, targets=targets)
 
 
 def _held_out(snapshot: Snapshot, fraction: float) -> dict[str, HeldOut]:
@@ -304,9 +271,10 @@ def observe_rows(
     predictions = answers.tolist()
     backlog = backlog_tokens(rows).tolist()
     columns = [snapshot.targets[target][start:end].tolist() for target in TARGETS]
+    lags = (snapshot.sequence - snapshot.sent)[start:end].tolist()
     for row, endpoint in enumerate(snapshot.endpoints[start:end]):
         actual = {
             target: column[row] for target, column in zip(TARGETS, columns, strict=True) if column[row] == column[row]
         }
         predicted = dict(zip(champion.model.outputs, predictions[row], strict=True))
-        calibrator.observe(predicted, actual, backlog[row], endpoint)
+        calibrator.observe(predicted, actual, backlog[row], endpoint, lag=lags[row])

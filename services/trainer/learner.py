@@ -9,6 +9,7 @@ A fit is three steps: `begin` copies the window, `run_cycle` works on the copy w
 the report: a new champion comes with a calibrator that has seen the newest rows, those of the fit's own time included.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -21,6 +22,7 @@ from services.trainer.calibrate import Calibrator, OutputLengths
 from services.trainer.champion import Champion
 from services.trainer.cycle import CycleOptions, CycleReport, observe_rows, warmed
 from services.trainer.intake import LabelHealth, Taken
+from services.trainer.shifts import Arrivals
 from services.trainer.succession import Good, LiveErrors, Memory, Succession, SuccessionOptions
 from services.trainer.window import SampleWindow, Snapshot
 from shared.bundle import Calibration
@@ -58,41 +60,51 @@ class Learner:
         if self.prior is not None:
             self.calibrator = Calibrator(options.calibration, self.prior.bundle_version, self.prior.outputs)
         self.succession = Succession(succession or SuccessionOptions())
+        self._arrivals = Arrivals()
         self._fitted_total = 0
         self._last_fit_ms: float | None = None
         self._last_created_ms = 0.0
 
-    def take(self, batch: Sequence[Taken], *, replayed: bool = False) -> None:
-        """Put a batch into the window and let the calibration see it; `replayed` ones are seen by `rebuilt`."""
+    def take(self, batch: Sequence[Taken], now_ms: float, *, replayed: bool = False) -> None:
+        """Put a batch that came at `now_ms` (monotonic) into the window and let the calibration see it; `replayed` ones
+        are seen by `rebuilt`, and nobody knows when they came.
+        """
+        answered = [taken for taken in batch if taken.censored_ms is None]
+        lags = [0] * len(answered)
+        if not replayed:
+            lags = self._arrivals.lags(now_ms, [_duration_ms(taken) for taken in answered])
         for taken in batch:
             if taken.censored_ms is not None:
                 self.window.add_censored(taken.row, taken.censored_ms)
-                continue
-            self.window.add(taken.row, taken.targets, taken.sample.endpoint)
+        for taken, lag in zip(answered, lags, strict=True):
+            self.window.add(taken.row, taken.targets, taken.sample.endpoint, lag)
             self.health.observe(taken.sample)
             if taken.sample.output_tokens:
                 self.lengths.observe(taken.sample.model, taken.sample.output_tokens)
         if not replayed:
-            self._calibrate([taken for taken in batch if taken.censored_ms is None])
+            self._calibrate(answered, lags)
 
-    def _calibrate(self, batch: Sequence[Taken]) -> None:
+    def _calibrate(self, batch: Sequence[Taken], lags: Sequence[int]) -> None:
         if self.calibrator is None or not batch:
             return
         rows: FloatMatrix = np.stack([taken.row for taken in batch])
         if self.champion is not None:
-            _observe(self.champion.model, self.calibrator, self.succession.errors, rows, batch)
+            _observe(self.champion.model, self.calibrator, self.succession.errors, rows, batch, lags)
             self._heed_change(self.calibrator)
         elif self.prior is not None:
-            _observe(self.prior, self.calibrator, None, rows, batch)
+            _observe(self.prior, self.calibrator, None, rows, batch, lags)
         good = self.succession.good
         if good is not None:
-            _observe(good.champion.model, good.calibrator, good.errors, rows, batch)
+            _observe(good.champion.model, good.calibrator, good.errors, rows, batch, lags)
 
     def _heed_change(self, calibrator: Calibrator) -> None:
         """Where the calibrator has seen latencies become others, rows of before count for little from here on."""
         if calibrator.changed_at is not None:
             since = calibrator.samples - calibrator.changed_at
             self.window.changed_at = max(self.window.changed_at, self.window.total - since)
+        for endpoint, changed_at in calibrator.endpoints_changed_at.items():
+            number = self.window.total - (calibrator.samples - changed_at)
+            self.window.endpoints_changed_at[endpoint] = max(self.window.endpoints_changed_at.get(endpoint, 0), number)
 
     def restore(self, saved: Champion) -> bool:
         """Go on from a bundle that was published before; False where it is the champion already."""
@@ -184,9 +196,9 @@ class Learner:
             return False
         self.succession.followed(self.champion, self.calibrator)
         since = self.window.snapshot(newer_than=snapshot.total)
-        observe_rows(report.calibrator, report.champion, since, 0)
         if self.calibrator is not None:
-            report.calibrator.inherit(self.calibrator)
+            report.calibrator.inherit(self.calibrator, len(since))
+        observe_rows(report.calibrator, report.champion, since, 0)
         self._heed_change(report.calibrator)
         self.champion, self.calibrator = report.champion, report.calibrator
         return True
@@ -206,12 +218,18 @@ class Learner:
         return "warming" if self.champion.saved or few else "ready"
 
 
+def _duration_ms(taken: Taken) -> float:
+    """How long a request took; NaN where only parts of it are known."""
+    return taken.targets.get("e2e", math.nan) if taken.sample.e2e_ms is None else taken.sample.e2e_ms
+
+
 def _observe(
     model: BundleModel | PriorModel,
     calibrator: Calibrator,
     errors: LiveErrors | None,
     rows: FloatMatrix,
     batch: Sequence[Taken],
+    lags: Sequence[int],
 ) -> None:
     """Let one version answer for a batch, and learn how it did."""
     answers = model.predict(rows)
@@ -221,8 +239,8 @@ def _observe(
                 errors.failed(taken.targets)
         return
     predictions, outputs = answers.tolist(), model.outputs
-    for taken, predicted, backlog in zip(batch, predictions, backlog_tokens(rows).tolist(), strict=True):
+    for taken, predicted, backlog, lag in zip(batch, predictions, backlog_tokens(rows).tolist(), lags, strict=True):
         named = dict(zip(outputs, predicted, strict=True))
-        calibrator.observe(named, taken.targets, backlog, taken.sample.endpoint, taken.sample.prediction)
+        calibrator.observe(named, taken.targets, backlog, taken.sample.endpoint, taken.sample.prediction, lag)
         if errors is not None:
             errors.observe(named, taken.targets)

@@ -191,7 +191,7 @@ def split(snapshot: Snapshot, target: str, fraction: float) -> tuple[Positions, 
     held = held_out_rows(len(known), fraction)
     if snapshot.changed_at:
         # Most of the few rows that show how things are now must teach.
-        since = int(np.count_nonzero(snapshot.sequence[known] >= snapshot.changed_at))
+        since = int(np.count_nonzero(snapshot.sent[known] >= snapshot.changed_at))
         held = min(held, max(FEW_HELD_OUT, since // 4))
     return known[: len(known) - held], known[len(known) - held :]
 

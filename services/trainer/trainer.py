@@ -196,7 +196,7 @@ class Trainer:
 
     def take(self, batch: Sequence[Taken], replayed: bool) -> None:
         """Put a batch into the window and let the calibration see it; `replayed` ones are seen when all are in."""
-        self._learner.take(batch, replayed=replayed)
+        self._learner.take(batch, self._clock.monotonic_ms(), replayed=replayed)
         censored = sum(taken.censored_ms is not None for taken in batch)
         self._metrics.censored.inc(censored)
         self._metrics.samples.inc(len(batch) - censored)

@@ -13,7 +13,7 @@ enters a row.
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -42,6 +42,8 @@ class Snapshot:
     """ms, float32 (n,) each; NaN where not known"""
     sequence: npt.NDArray[np.int64]
     """Arrival number, (n,), ascending, from 1"""
+    sent: npt.NDArray[np.int64]
+    """How many samples had arrived when it was sent, (n,): what a label tells of"""
     endpoints: tuple[str, ...]
     censored_rows: FloatMatrix
     """float32 (m, F): requests that were cut off"""
@@ -50,7 +52,9 @@ class Snapshot:
     total: int
     """Samples ever taken, also those that left the window"""
     changed_at: int = 0
-    """Arrival number from which latencies are what they are now; 0: from the start"""
+    """Requests sent since so many samples had arrived tell of latencies as they are now; 0: all"""
+    endpoints_changed_at: Mapping[str, int] = field(default_factory=dict)
+    """The same of single endpoints"""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -63,7 +67,7 @@ class Snapshot:
         """float32 (n,): halves every `half_life` arrivals, never below `floor`; little before a change."""
         age = (self.total - self.sequence).astype(np.float64)
         weights = np.maximum(0.5 ** (age / half_life), floor)
-        return np.where(self.sequence < self.changed_at, BEFORE_CHANGE * weights, weights).astype(np.float32)
+        return np.where(self.sent < self.changed_at, BEFORE_CHANGE * weights, weights).astype(np.float32)
 
 
 def bin_of(row: FloatMatrix) -> int:
@@ -90,8 +94,8 @@ class SampleWindow:
     """
 
     __slots__ = (
-        "_bin_rows", "_bins", "_censored", "_endpoints", "_fill", "_recent_rows", "_rows", "_sequence", "_targets",
-        "changed_at", "total",
+        "_bin_rows", "_bins", "_censored", "_endpoints", "_fill", "_recent_rows", "_rows", "_sent", "_sequence",
+        "_targets", "changed_at", "endpoints_changed_at", "total",
     )  # fmt: skip
 
     def __init__(self, *, recent_rows: int = 0, bin_rows: int = 500, censored: int = 1000) -> None:
@@ -102,12 +106,14 @@ class SampleWindow:
         self._rows = np.zeros((capacity, len(SCHEMA)), np.float32)
         self._targets = np.full((capacity, len(TARGETS)), np.nan, np.float32)
         self._sequence = np.zeros(capacity, np.int64)
+        self._sent = np.zeros(capacity, np.int64)
         self._bins = np.zeros(capacity, np.int64)
         self._endpoints = [""] * capacity
         self._fill = np.zeros(BINS, np.int64)
         self._censored: deque[tuple[FloatMatrix, float]] = deque(maxlen=censored)
         self.total = 0
         self.changed_at = 0
+        self.endpoints_changed_at: dict[str, int] = {}
 
     def __len__(self) -> int:
         return min(self.total, self._recent_rows) + int(np.minimum(self._fill, self._bin_rows).sum())
@@ -116,9 +122,9 @@ class SampleWindow:
     def capacity(self) -> int:
         return len(self._sequence)
 
-    def add(self, row: FloatMatrix, targets: Mapping[str, float], endpoint: str) -> None:
-        """Take one row, float32 (F,), with its known targets in ms. What is new the longest moves into its bin, and
-        from a full bin the oldest leaves.
+    def add(self, row: FloatMatrix, targets: Mapping[str, float], endpoint: str, lag: int = 0) -> None:
+        """Take one row, float32 (F,), with its known targets in ms; `lag` samples came while it was under way. What is
+        new the longest moves into its bin, and from a full bin the oldest leaves.
         """
         bin_number = bin_of(row)
         if self._recent_rows:
@@ -131,13 +137,14 @@ class SampleWindow:
         self._rows[slot] = row
         self._targets[slot] = [targets.get(target, np.nan) for target in TARGETS]
         self._sequence[slot] = self.total
+        self._sent[slot] = self.total - lag
         self._bins[slot] = bin_number
         self._endpoints[slot] = endpoint
 
     def _retire(self, slot: int) -> None:
         """Move a row of the newest into its bin."""
         binned = self._binned_slot(int(self._bins[slot]))
-        for column in (self._rows, self._targets, self._sequence, self._bins):
+        for column in (self._rows, self._targets, self._sequence, self._sent, self._bins):
             column[binned] = column[slot]
         self._endpoints[binned] = self._endpoints[slot]
 
@@ -161,11 +168,13 @@ class SampleWindow:
             rows=self._rows[used],
             targets={target: targets[:, k].copy() for k, target in enumerate(TARGETS)},
             sequence=self._sequence[used],
+            sent=self._sent[used],
             endpoints=tuple(self._endpoints[slot] for slot in used),
             censored_rows=np.array([row for row, _ in censored], np.float32).reshape(len(censored), len(SCHEMA)),
             censored_ms=np.array([at_least for _, at_least in censored], np.float32),
             total=self.total,
             changed_at=self.changed_at,
+            endpoints_changed_at=dict(self.endpoints_changed_at),
         )
 
     def known(self, target: str) -> int:

@@ -744,7 +744,7 @@ class Cluster:
         self._flush_due = False
         samples, self._samples = self._samples, []
         if self._learning is not None:
-            self._learning.take(samples)
+            self._learning.take(samples, now_ms)
         for router in self._routers:
             for sample in samples:
                 router.state.observe_outcome(sample, now_ms)

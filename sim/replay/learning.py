@@ -77,10 +77,10 @@ class Learning:
         self.first_bundle_ms: float | None = None
         self.fit_cpu_ms = 0.0
 
-    def take(self, samples: Sequence[LatencySample]) -> None:
-        """Completed requests as the stream would deliver them."""
+    def take(self, samples: Sequence[LatencySample], now_ms: float) -> None:
+        """Completed requests as the stream would deliver them at `now_ms`."""
         taken = [self._intake.examine(encode_sample(sample), sample.completed_unix_ms) for sample in samples]
-        self._learner.take([item for item in taken if isinstance(item, Taken)])
+        self._learner.take([item for item in taken if isinstance(item, Taken)], now_ms)
 
     def tick(self, now_ms: float) -> None:
         """Take a fit that is done, begin one that is due, publish what has changed."""

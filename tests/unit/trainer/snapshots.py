@@ -41,6 +41,7 @@ def snapshot_of(rows: FloatMatrix, **targets: npt.ArrayLike) -> Snapshot:
         rows=rows,
         targets=known,
         sequence=np.arange(1, count + 1),
+        sent=np.arange(1, count + 1),
         endpoints=("10.0.0.1:8000",) * count,
         censored_rows=np.zeros((0, len(SCHEMA)), np.float32),
         censored_ms=np.zeros(0, np.float32),

@@ -221,3 +221,56 @@ def test_what_live_offsets_gathered_is_handed_on_and_what_a_warm_up_gathered_isn
     after.inherit(before)
     offsets = after.calibration("p", 1, 0.0, {}).quantile_log_offset
     assert offsets["ttft_p90"] == pytest.approx([0, 0.045, 0, 0, 0])
+
+
+def test_after_a_change_of_the_pool_the_bias_is_there_within_a_dozen_samples_and_quantiles_stay():
+    calibrator = Calibrator(CalibrationOptions(), "v", ("ttft_p50", "ttft_p90", "ttft_p99"))
+    _drifting(calibrator, [1.0] * 1_000)
+    before = calibrator.calibration("p", 1, 0.0, {})
+    _drifting(calibrator, [1.5] * 12, seed=2)
+    after = calibrator.calibration("p", 1, 0.0, {})
+    assert after.log_bias["ttft"] + after.endpoint_log_bias["ttft"]["a"] == pytest.approx(np.log(1.5), abs=0.1)
+    offsets = [c.quantile_log_offset["ttft_p90"][1] for c in (before, after)]
+    assert offsets[1] == pytest.approx(offsets[0], abs=0.1)  # twelve misses alone are 0.54
+
+
+def test_a_label_of_before_a_change_teaches_no_more():
+    calibrator = Calibrator(CalibrationOptions(), "v", ("ttft_p50", "ttft_p90", "ttft_p99"))
+    _drifting(calibrator, [1.0] * 500)
+    _drifting(calibrator, [1.5] * 40, seed=2)
+    bias = _bias(calibrator)
+    for _ in range(30):
+        calibrator.observe(
+            {"ttft_p50": 100.0, "ttft_p90": 120.0, "ttft_p99": 150.0}, {"ttft": 100.0}, 500.0, "a", lag=200
+        )
+    assert _bias(calibrator) == bias
+
+
+def test_an_endpoint_that_becomes_slow_has_its_share_after_a_dozen_of_its_samples_and_the_pool_stays():
+    calibrator = Calibrator(CalibrationOptions(), "v", ("ttft_p50", "ttft_p90", "ttft_p99"))
+    rng = np.random.default_rng(5)
+    raw = {"ttft_p50": 100.0, "ttft_p90": 120.0, "ttft_p99": 150.0}
+    for number in range(2_000 + 40):
+        endpoint = "abcd"[number % 4]
+        factor = 2.0 if number >= 2_000 and endpoint == "b" else 1.0
+        calibrator.observe(raw, {"ttft": 100.0 * factor * np.exp(rng.normal(0, 0.1))}, 500.0, endpoint)
+    found = calibrator.calibration("p", 1, 0.0, {})
+    assert found.endpoint_log_bias["ttft"]["b"] + found.log_bias["ttft"] == pytest.approx(np.log(2.0), abs=0.15)
+    assert found.endpoint_log_bias["ttft"]["a"] + found.log_bias["ttft"] == pytest.approx(0.0, abs=0.1)
+    assert calibrator.changed_at is None
+    assert calibrator.endpoints_changed_at["b"] == pytest.approx(2_000, abs=25)
+
+
+def test_another_bundles_calibrator_knows_since_when_labels_count():
+    outputs = ("ttft_p50", "ttft_p90", "ttft_p99")
+    before, after = Calibrator(CalibrationOptions(), "v", outputs), Calibrator(CalibrationOptions(), "w", outputs)
+    _drifting(before, [1.0] * 500)
+    _drifting(before, [1.5] * 40, seed=2)
+    _drifting(after, [1.0] * 300, seed=3)
+    after.inherit(before)
+    bias = _bias(after)
+    raw = {"ttft_p50": 100.0, "ttft_p90": 120.0, "ttft_p99": 150.0}
+    after.observe(raw, {"ttft": 60.0}, 500.0, "a", lag=60)
+    assert _bias(after) == bias
+    after.observe(raw, {"ttft": 60.0}, 500.0, "a", lag=5)
+    assert _bias(after) < bias

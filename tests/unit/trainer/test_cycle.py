@@ -8,7 +8,7 @@ import pytest
 from bench.queueing import observe
 from services.trainer import cycle
 from services.trainer.champion import Champion
-from services.trainer.cycle import CycleOptions, leveled, run_cycle, warmed
+from services.trainer.cycle import CycleOptions, run_cycle, warmed
 from services.trainer.export import Parity
 from services.trainer.train import FitOptions
 from services.trainer.views import report_view
@@ -55,27 +55,6 @@ def test_the_same_rows_make_an_equal_challenger_which_may_replace_the_champion(s
     assert again.verdict.accepted
     ours, theirs = again.verdict.log_error["ttft"]
     assert ours == pytest.approx(theirs, rel=1e-3)
-
-
-def test_labels_of_before_a_change_are_moved_to_the_level_since(snapshot, first):
-    """Everything takes half as long again from row 1,500 on."""
-    slower = np.where(np.arange(len(snapshot)) >= 1_500, np.float32(1.5), np.float32(1.0))
-    changed = dataclasses.replace(
-        snapshot,
-        targets={name: labels * slower for name, labels in snapshot.targets.items()},
-        changed_at=int(snapshot.sequence[1_500]),
-    )
-    labels, moved = changed.targets["ttft"], leveled(changed, first.champion).targets["ttft"]
-    assert moved[:1_500] / labels[:1_500] == pytest.approx(1.5, rel=0.12)
-    np.testing.assert_array_equal(moved[1_500:], labels[1_500:])
-
-
-def test_without_a_change_a_champion_or_rows_enough_labels_stay(snapshot, first):
-    late = dataclasses.replace(snapshot, changed_at=int(snapshot.sequence[-10]))
-    early = dataclasses.replace(snapshot, changed_at=1)
-    for same, champion in ((snapshot, first.champion), (late, None), (late, first.champion), (early, first.champion)):
-        for target, labels in leveled(same, champion).targets.items():
-            np.testing.assert_array_equal(labels, snapshot.targets[target])
 
 
 def test_a_worse_challenger_is_refused_with_a_reason_and_makes_no_bundle(snapshot, first):

@@ -46,9 +46,9 @@ def wrong(at_ms: float) -> Champion:
 def learner(taken):
     """A first version that has proven itself, and a second that follows it."""
     learner = Learner(OPTIONS, Cadence())
-    learner.take(taken[:200])
+    learner.take(taken[:200], 0.0)
     assert fitted(learner, 1)
-    learner.take(taken[200:300])
+    learner.take(taken[200:300], 0.0)
     assert fitted(learner, 2)
     return learner
 
@@ -57,18 +57,18 @@ def test_the_last_good_version_learns_on_in_the_shadow(learner, taken):
     good = learner.succession.good
     assert good.champion.version < learner.champion.version
     before = good.calibrator.samples
-    learner.take(taken[300:320])
+    learner.take(taken[300:320], 0.0)
     assert good.calibrator.samples == before + 20
     assert good.errors.count("e2e") == learner.succession.errors.count("e2e") == 20
 
 
 def test_a_bad_version_is_left_for_the_good_one_with_its_calibration(learner, taken):
     good = learner.champion
-    learner.take(taken[300:350])
+    learner.take(taken[300:350], 0.0)
     learner.choose(wrong(3))
     kept = learner.succession.good
     assert kept.champion is good
-    learner.take(taken[350:450])
+    learner.take(taken[350:450], 0.0)
     alarm = learner.guard()
     assert alarm is not None
     assert good.version in alarm
@@ -79,20 +79,20 @@ def test_a_bad_version_is_left_for_the_good_one_with_its_calibration(learner, ta
 
 
 def test_what_is_fitted_after_a_rollback_waits(learner, taken):
-    learner.take(taken[300:350])
+    learner.take(taken[300:350], 0.0)
     learner.choose(wrong(3))
-    learner.take(taken[350:450])
+    learner.take(taken[350:450], 0.0)
     learner.guard()
     assert not fitted(learner, 4)
-    learner.take(taken[450:700])
+    learner.take(taken[450:700], 0.0)
     assert fitted(learner, 5)
 
 
 def test_a_pinned_version_stays_whatever_happens(learner, taken):
-    learner.take(taken[300:350])
+    learner.take(taken[300:350], 0.0)
     learner.choose(bad := wrong(3))
     learner.succession.pinned = bad.version
-    learner.take(taken[350:450])
+    learner.take(taken[350:450], 0.0)
     assert learner.succession.alarm() is not None
     assert learner.guard() is None
     assert not fitted(learner, 4)
@@ -115,7 +115,7 @@ def test_a_new_process_goes_on_with_pin_and_good_version(learner, taken):
     after = Learner(OPTIONS, Cadence())
     after.restore(learner.champion)
     after.remember(Memory.decode(memory.encode()), good)
-    after.take(taken[:300], replayed=True)
+    after.take(taken[:300], 0.0, replayed=True)
     after.rebuilt()
     assert after.succession.pinned == learner.champion.version
     assert after.succession.good.champion is good

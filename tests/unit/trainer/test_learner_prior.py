@@ -32,7 +32,7 @@ def test_the_priors_error_is_measured_from_the_first_sample_and_halves():
     learner, taken = learner_with("8b"), taken_of(60)
     prior = PriorModel("8b")
     assert learner.state == "cold"
-    learner.take(taken[:40])
+    learner.take(taken[:40], 0.0)
     calibration = learner.calibration("default", 1, 0.0)
     assert isinstance(calibration, Calibration)
     assert calibration.bundle_version == prior.bundle_version
@@ -53,7 +53,7 @@ def test_the_priors_error_is_measured_from_the_first_sample_and_halves():
 
 def test_the_first_bundle_takes_the_priors_place():
     learner = learner_with("8b")
-    learner.take(taken_of(60))
+    learner.take(taken_of(60), 0.0)
     snapshot, created = learner.begin(0.0, 1.8e12)
     assert learner.adopt(run_cycle(snapshot, learner.champion, learner.options, created), snapshot)
     assert not is_prior(learner.calibrator.bundle_version)
@@ -62,5 +62,5 @@ def test_the_first_bundle_takes_the_priors_place():
 
 def test_without_a_prior_nothing_is_calibrated_before_the_first_bundle():
     learner = learner_with(None)
-    learner.take(taken_of(20))
+    learner.take(taken_of(20), 0.0)
     assert learner.calibration("default", 1, 0.0) is None
