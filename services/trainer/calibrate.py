@@ -1,9 +1,9 @@
 """Online calibration: what must move faster than a refit. Pure state, fed sample by sample, no I/O.
 
 From each arriving sample and the champion's raw prediction of its row: a bias per target (moving location of the log
-residual, 0.03 a sample: a ×1.5 drift is followed in ~200 samples), log offsets of P90 and P99 per backlog bin (pinball
-steps of 0.05, so that each bin covers its level), a bias per endpoint shrunk towards 0, and the median output length
-per model. The published `Calibration` is applied by `shared.inference.calibrate` and nowhere else.
+residual, 0.03 a sample), log offsets per backlog bin (of all quantiles by what is left of the residual, of P90 and P99
+by pinball steps of 0.05, so that each bin covers its level), a bias per endpoint as far as it isn't chance, and the
+median output length per model. The published `Calibration` is applied by `shared.inference.calibrate` and nowhere else.
 
 A change (`shifts.py`), of the pool or of one endpoint, is not crept up on: the bias jumps to where errors lie since,
 what they had pushed quantiles and endpoints by is taken back, and labels of requests that were sent before teach no
@@ -39,6 +39,9 @@ FAR_RATE: Final = 0.02
 _PERSISTENCE_RATE: Final = 0.1
 _PERSISTENT: Final = 0.5
 _HURRY: Final = 9.0
+# Labels of a bin that came while a request was under way halve its step on the bin's offsets when there are so many.
+TOGETHER: Final = 40
+REMEMBERED: Final = 256
 # A change is one against where the bias was some 300 samples ago; before it has settled there is none.
 SLOW_RATE: Final = 0.003
 CHANGE_MIN_SAMPLES: Final = 200
@@ -50,6 +53,7 @@ ENDPOINT_LEAST: Final = 6
 ENDPOINT_MIN_SAMPLES: Final = 20
 ENDPOINT_SLOW_RATE: Final = 0.02
 LEVELS: Final[Mapping[str, float]] = {"p90": 0.9, "p99": 0.99}
+MEDIAN: Final = "p50"
 MAX_ENDPOINTS: Final = 4096
 MAX_MODELS: Final = 256
 ANY_MODEL: Final = "*"
@@ -63,6 +67,8 @@ class CalibrationOptions:
 
     bias_rate: float = 0.03
     pinball_rate: float = 0.05
+    median_rate: float = 0.03
+    """Of a backlog bin's own median"""
     endpoint_rate: float = 0.03
     endpoint_doubt: float = 4.0
     """An endpoint's bias is halved where its square is so many times what chance makes of as many samples"""
@@ -138,11 +144,13 @@ class _Endpoint(_Level):
 class _Target:
     offsets: dict[str, list[float]]
     """By level, one log offset per backlog bin"""
-    marked: dict[str, list[float]] = field(default_factory=dict)
-    """Offsets at the mark"""
     bias: _Level = field(default_factory=_Level)
     slow_bias: float = 0.0
     """Where the bias was some hundred samples ago; far from it is a change"""
+    medians: list[float] = field(default_factory=list)
+    """Per bin, the log offset of all quantiles: long backlogs come in few bursts, and are predicted too low"""
+    came: list[list[int]] = field(default_factory=list)
+    """Per bin, the numbers of its last samples"""
     onset: int = 0
     jumped_at: int = 0
     watch: ShiftWatch[_Note] = field(default_factory=lambda: ShiftWatch[_Note](span=POOL_SPAN, least=POOL_LEAST))
@@ -191,22 +199,26 @@ class Calibrator:
     """The calibration of one bundle, learned sample by sample. Another bundle takes another calibrator."""
 
     __slots__ = (
-        "_edges", "_options", "_targets", "bundle_version", "changed_at", "endpoints_changed_at", "samples",
+        "_edges", "_live", "_options", "_targets", "bundle_version", "changed_at", "endpoints_changed_at", "samples",
     )  # fmt: skip
 
     def __init__(self, options: CalibrationOptions, bundle_version: str, outputs: Sequence[str]) -> None:
         """No bias and no offsets for the bundle's `outputs` yet."""
         self._options = options
         self._edges = options.backlog_edges_tokens
+        self._live = False
         self.bundle_version = bundle_version
         self.samples = 0
         self.changed_at: int | None = None
         """Number of the sample with which latencies became others, as far as this calibrator has seen"""
         self.endpoints_changed_at: dict[str, int] = {}
         """The same of single endpoints"""
+        bins = len(self._edges) + 1
         self._targets = {
             target: _Target(
-                {level: [0.0] * (len(self._edges) + 1) for level in LEVELS if f"{target}_{level}" in outputs}
+                {level: [0.0] * bins for level in LEVELS if f"{target}_{level}" in outputs},
+                medians=[0.0] * bins,
+                came=[[] for _ in range(bins)],
             )
             for target in TARGETS
             if f"{target}_p50" in outputs
@@ -220,12 +232,15 @@ class Calibrator:
         endpoint: str,
         served: Mapping[str, float] | None = None,
         lag: int = 0,
+        *,
+        seen: bool = False,
     ) -> None:
         """Learn from one sample: the bundle's raw outputs by name, the known targets in ms.
 
         `served`: what the router predicted at decision time with this bundle, where it did. Quantiles are judged by it:
         labels come late, and a bound that the newest bias has moved covers better than the one that was served.
-        `lag`: how many samples came while this one was under way.
+        `lag`: how many samples came while this one was under way. `seen`: the model was fitted on this row, which says
+        nothing of how far its quantiles reach.
         """
         backlog_bin = bisect_right(self._edges, backlog_tokens)
         self.samples += 1
@@ -240,7 +255,8 @@ class Calibrator:
             if sent < max(state.onset, own.onset if own else 0):
                 continue  # it tells of what was before a change
             residual = math.log(actual / max(predicted[f"{target}_p50"], 1e-6))
-            share = self._shrunk(own, state.scale) if own else 0.0
+            median = state.medians[backlog_bin]
+            share = (self._shrunk(own, state.scale) if own else 0.0) + median
             error = residual - _bounded(state.bias.value + share)
             far = abs(error) > LOG_LIMIT
             state.far.step(float(far), FAR_RATE)
@@ -252,16 +268,28 @@ class Calibrator:
             state.live_bias.step(relative, 1.0 / LIVE_SAMPLES)
             if sent < max(state.jumped_at, own.jumped_at if own else 0):
                 served = None  # by a bound that knew nothing of the change
-            steps = self._step_offsets(target, state, backlog_bin, actual, predicted, share, served)
+            steps = (0.0,) * len(state.offsets)
+            if not seen:
+                steps = self._step_offsets(
+                    target,
+                    state,
+                    backlog_bin,
+                    actual,
+                    predicted,
+                    share,
+                    served,
+                    sent,
+                    residual - state.bias.value - share,
+                )
             before = state.bias.value
             state.bias.follow(_cut(error, state.scale), self._options.bias_rate)
             state.bias.value = _bounded(state.bias.value)
             own = self._endpoint(state, endpoint)
             moved = own.value
-            own.follow(_cut(residual - before - own.value, state.scale), self._options.endpoint_rate)
+            own.follow(_cut(residual - median - before - own.value, state.scale), self._options.endpoint_rate)
             note = _Note(backlog_bin, steps, endpoint, own.value - moved)
             if not self._pool_changed(state, sent, residual - share, note):
-                self._endpoint_changed(state, own, sent, residual - before, note)
+                self._endpoint_changed(state, own, sent, residual - median - before, note)
             state.scale += SCALE_RATE * (min(abs(error), SCALE_CAP) - state.scale)
 
     def _step_offsets(
@@ -273,30 +301,45 @@ class Calibrator:
         predicted: Mapping[str, float],
         share: float,
         served: Mapping[str, float] | None,
+        sent: int,
+        error: float,
     ) -> tuple[float, ...]:
-        """Move each level's offset of a bin by one pinball step; the steps."""
+        """Move the offsets of a bin by one step: its median by the cut error, each level by a pinball step; those.
+
+        The more labels of its bin came while a request was under way, the less is its step: a burst is mispredicted as
+        a whole, and all of its steps together would move a bound far beyond what any of them asks for.
+        """
+        came = state.came[backlog_bin]
+        alone = 1.0 / (1.0 + (len(came) - bisect_right(came, sent)) / TOGETHER)
+        rate = self._options.pinball_rate * alone
+        step = self._options.median_rate * alone * _cut(error, state.scale)
+        state.medians[backlog_bin] = _bounded(state.medians[backlog_bin] + step)
+        came.append(self.samples)
+        if len(came) > 2 * REMEMBERED:
+            del came[:REMEMBERED]
         steps = []
         for level, offsets in state.offsets.items():
             upper = (served or {}).get(f"{target}_{level}")
             if upper is None:
                 shift = _bounded(state.bias.value + share + offsets[backlog_bin])
                 upper = predicted[f"{target}_{level}"] * math.exp(shift)
-            step = self._options.pinball_rate * (float(actual > upper) - (1.0 - LEVELS[level]))
+            step = rate * (float(actual > upper) - (1.0 - LEVELS[level]))
             offsets[backlog_bin] = _bounded(offsets[backlog_bin] + step)
             steps.append(step)
         return tuple(steps)
 
     def mark(self) -> None:
-        """From here on offsets are live: what they gather is handed on to the next bundle's calibrator."""
-        for state in self._targets.values():
-            state.marked = {level: list(offsets) for level, offsets in state.offsets.items()}
+        """From here on offsets are learned of live requests, and the next bundle's calibrator goes on with them."""
+        self._live = True
 
-    def gathered(self) -> dict[str, list[float]]:
-        """What the offsets have gathered since their mark, by output; nothing without one."""
+    def learned(self) -> dict[str, list[float]]:
+        """The offsets per backlog bin by output, medians' too; nothing where none are of live requests."""
+        if not self._live:
+            return {}
         return {
-            f"{target}_{level}": [now - then for now, then in zip(state.offsets[level], marked, strict=True)]
+            f"{target}_{level}": list(offsets)
             for target, state in self._targets.items()
-            for level, marked in state.marked.items()
+            for level, offsets in ((MEDIAN, state.medians), *state.offsets.items())
         }
 
     def onsets(self) -> dict[str, dict[str | None, tuple[int, int]]]:
@@ -313,13 +356,13 @@ class Calibrator:
     def inherit(self, before: "Calibrator", unseen: int = 0) -> None:
         """Take what is no bundle's own from another one's calibrator, which has seen `unseen` samples more.
 
-        What offsets have gathered since their mark (how late labels come), and since when labels tell of how it is.
+        Offsets of live requests (how far a bundle of this pool is off where it hasn't been fitted), and since when
+        labels tell of how it is.
         """
-        gathered, onsets, now = before.gathered(), before.onsets(), self.samples + unseen
+        learned, onsets, now = before.learned(), before.onsets(), self.samples + unseen
         for target, state in self._targets.items():
-            for level, offsets in state.offsets.items():
-                for k, more in enumerate(gathered.get(f"{target}_{level}", ())):
-                    offsets[k] = _bounded(offsets[k] + more)
+            for level, offsets in ((MEDIAN, state.medians), *state.offsets.items()):
+                offsets[:] = learned.get(f"{target}_{level}", offsets)
             for name, (began, seen) in onsets.get(target, {}).items():
                 changed = state if name is None else state.endpoints.get(name)
                 if changed is not None:
@@ -337,9 +380,12 @@ class Calibrator:
             log_bias={target: state.bias.value for target, state in self._targets.items()},
             backlog_edges_tokens=list(self._edges),
             quantile_log_offset={
-                f"{target}_{level}": list(offsets)
+                name: [_bounded(offset + median) for offset, median in zip(offsets, state.medians, strict=True)]
                 for target, state in self._targets.items()
-                for level, offsets in state.offsets.items()
+                for name, offsets in (
+                    (f"{target}_{MEDIAN}", [0.0] * len(state.medians)),
+                    *((f"{target}_{level}", offsets) for level, offsets in state.offsets.items()),
+                )
             },
             endpoint_log_bias={
                 target: {endpoint: self._shrunk(own, state.scale) for endpoint, own in state.endpoints.items()}

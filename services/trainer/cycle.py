@@ -21,7 +21,7 @@ from services.trainer.evaluate import HeldOut, Verdict, breakdown, censored_beyo
 from services.trainer.export import BoosterToGraph, Parity, Rendered, parity, parity_rows, render, serialize
 from services.trainer.levels import leveled, without_endpoints
 from services.trainer.train import FitOptions, LatencyModel, fit, split
-from services.trainer.window import Snapshot
+from services.trainer.window import Snapshot, held_out_rows
 from shared.bundle import Bundle, BundleManifest, Rendering, RenderingName, TargetMetrics, bundle_version
 from shared.errors import IntegrityError
 from shared.features import SCHEMA, FloatMatrix
@@ -156,7 +156,11 @@ def _export(snapshot: Snapshot, model: LatencyModel, options: CycleOptions, repo
     if options.tensor is not None:
         bundle, report = _with_tensor(bundle, model, options, metadata, expected, rows, report)
     champion = Champion(bundle, session, saved=False)
-    return replace(report, champion=champion, calibrator=warmed(snapshot, champion, options.calibration))
+    return replace(
+        report,
+        champion=champion,
+        calibrator=warmed(snapshot, champion, options.calibration, options.fit.held_out_fraction),
+    )
 
 
 def _with_tensor(
@@ -250,18 +254,32 @@ def _bundle(model: LatencyModel, version: str, pool: str, report: CycleReport) -
     return Bundle(manifest, {})
 
 
-def warmed(snapshot: Snapshot, champion: Champion, options: CalibrationOptions) -> Calibrator:
-    """A calibrator that has seen the newest rows of a snapshot, in order of arrival."""
+def warmed(
+    snapshot: Snapshot, champion: Champion, options: CalibrationOptions, held_out_fraction: float = 0.1
+) -> Calibrator:
+    """A calibrator that has seen the newest rows of a snapshot, in order of arrival. Quantiles are calibrated on the
+    newest of all alone: the champion may have been fitted on the others.
+    """
     calibrator = Calibrator(options, champion.version, champion.model.outputs)
-    observe_rows(calibrator, champion, snapshot, max(0, len(snapshot) - WARM_UP_ROWS))
+    start = max(0, len(snapshot) - WARM_UP_ROWS)
+    fitted = len(snapshot) - held_out_rows(len(snapshot), held_out_fraction)
+    observe_rows(calibrator, champion, snapshot, start, fitted=fitted)
     calibrator.mark()
     return calibrator
 
 
 def observe_rows(
-    calibrator: Calibrator, champion: Champion, snapshot: Snapshot, start: int, end: int | None = None
+    calibrator: Calibrator,
+    champion: Champion,
+    snapshot: Snapshot,
+    start: int,
+    end: int | None = None,
+    *,
+    fitted: int = 0,
 ) -> None:
-    """Let a calibrator see the rows of a snapshot from position `start` up to `end`."""
+    """Let a calibrator see the rows of a snapshot from position `start` up to `end`; those before `fitted` say nothing
+    of quantiles.
+    """
     rows: FloatMatrix = snapshot.rows[start:end]
     if not len(rows):
         return
@@ -277,4 +295,4 @@ def observe_rows(
             target: column[row] for target, column in zip(TARGETS, columns, strict=True) if column[row] == column[row]
         }
         predicted = dict(zip(champion.model.outputs, predictions[row], strict=True))
-        calibrator.observe(predicted, actual, backlog[row], endpoint, lag=lags[row])
+        calibrator.observe(predicted, actual, backlog[row], endpoint, lag=lags[row], seen=start + row < fitted)

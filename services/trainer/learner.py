@@ -198,7 +198,8 @@ class Learner:
         since = self.window.snapshot(newer_than=snapshot.total)
         if self.calibrator is not None:
             report.calibrator.inherit(self.calibrator, len(since))
-        observe_rows(report.calibrator, report.champion, since, 0)
+        # What they say of quantiles is inherited.
+        observe_rows(report.calibrator, report.champion, since, 0, fitted=len(since))
         self._heed_change(report.calibrator)
         self.champion, self.calibrator = report.champion, report.calibrator
         return True

@@ -63,6 +63,9 @@ class FitOptions:
     """Least rows (weighted) of a residual leaf, where that isn't more than `leaf_share` of all"""
     leaf_share: float = 0.04
     """Least share of the rows in a residual leaf of TPOT"""
+    doubt_rows: int = 100
+    """Rows without an error that every residual leaf is thought to have beside its own, up to `doubt_share` of all"""
+    doubt_share: float = 0.05
     tree_min_rows: int = 60
     rows_per_round: int = 10
     spread_rounds: int = 20
@@ -301,6 +304,8 @@ def _fit_median(
     # Out of range the last leaf is held: of TPOT, where single kernels have bumps, it is the mean of many rows.
     share_rows = int(options.leaf_share * len(rows))
     leaf_rows = max(1, share_rows if target == "tpot" else min(options.leaf_rows, share_rows))
+    # Rows at the edge of the range come from a burst or two and err together: a leaf of them alone, held beyond, would
+    # carry that on. Against the base alone it is believed as far as its rows go.
     booster = _boost(
         trees,
         residual,
@@ -310,6 +315,7 @@ def _fit_median(
         learning_rate=options.learning_rate,
         leaf_rows=leaf_rows,
         options=options,
+        doubt_rows=min(options.doubt_rows, options.doubt_share * len(rows)),
     )
     return base, booster
 
@@ -350,7 +356,9 @@ def _boost(
     learning_rate: float,
     leaf_rows: int,
     options: FitOptions,
+    doubt_rows: float = 0.0,
 ) -> xgb.Booster:
+    mean_weight = float(weights.mean())
     parameters = {
         "objective": "reg:squarederror",
         "tree_method": "hist",
@@ -358,7 +366,8 @@ def _boost(
         "max_depth": depth,
         "eta": learning_rate,
         "max_bin": options.max_bin,
-        "min_child_weight": leaf_rows * float(weights.mean()),
+        "min_child_weight": leaf_rows * mean_weight,
+        "lambda": max(1.0, doubt_rows * mean_weight),
         "nthread": options.threads,
         "seed": options.seed,
     }

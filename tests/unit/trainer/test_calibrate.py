@@ -25,7 +25,7 @@ def published(state: Calibrator) -> Calibration:
 def test_a_new_bundle_starts_without_any_correction():
     found = published(calibrator())
     assert found.log_bias == {"ttft": 0.0}
-    assert found.quantile_log_offset == {"ttft_p90": [0.0] * 5, "ttft_p99": [0.0] * 5}
+    assert found.quantile_log_offset == {"ttft_p50": [0.0] * 5, "ttft_p90": [0.0] * 5, "ttft_p99": [0.0] * 5}
     assert found.endpoint_log_bias == {"ttft": {}}
     assert len(found.backlog_edges_tokens) == 4
 
@@ -211,16 +211,50 @@ def test_quantiles_are_judged_by_what_was_served_where_that_is_known():
     assert offset[0] < 0 < offset[1]
 
 
-def test_what_live_offsets_gathered_is_handed_on_and_what_a_warm_up_gathered_isnt():
+def test_offsets_of_live_requests_are_handed_on_and_those_of_a_prior_arent():
     outputs = ("ttft_p50", "ttft_p90", "ttft_p99")
-    before, after = Calibrator(CalibrationOptions(), "v", outputs), Calibrator(CalibrationOptions(), "w", outputs)
     predicted = {"ttft_p50": 100.0, "ttft_p90": 120.0, "ttft_p99": 150.0}
-    before.observe(predicted, {"ttft": 500.0}, 500.0, "a")
-    before.mark()
-    before.observe(predicted, {"ttft": 100.0}, 500.0, "a", {"ttft_p90": 90.0})
-    after.inherit(before)
-    offsets = after.calibration("p", 1, 0.0, {}).quantile_log_offset
-    assert offsets["ttft_p90"] == pytest.approx([0, 0.045, 0, 0, 0])
+    for live in (True, False):
+        before, after = Calibrator(CalibrationOptions(), "v", outputs), Calibrator(CalibrationOptions(), "w", outputs)
+        if live:
+            before.mark()
+        for _ in range(5):
+            before.observe(predicted, {"ttft": 100.0}, 500.0, "a", {"ttft_p90": 90.0})
+        after.inherit(before)
+        offsets = after.calibration("p", 1, 0.0, {}).quantile_log_offset["ttft_p90"]
+        assert offsets == (before.calibration("p", 1, 0.0, {}).quantile_log_offset["ttft_p90"] if live else [0.0] * 5)
+        assert (offsets[1] > 0.1) is live
+
+
+def test_rows_that_a_model_was_fitted_on_say_nothing_of_its_quantiles():
+    calibrator = Calibrator(CalibrationOptions(), "v", OUTPUTS)
+    for _ in range(200):
+        calibrator.observe(RAW, {"ttft": 120.0}, 500.0, "a", seen=True)
+    found = published(calibrator)
+    assert found.quantile_log_offset["ttft_p90"] == [0.0] * 5
+    assert found.log_bias["ttft"] + found.endpoint_log_bias["ttft"]["a"] == pytest.approx(np.log(1.2), abs=0.05)
+
+
+def test_a_bin_that_is_predicted_too_low_is_raised_alone():
+    calibrator, rng = Calibrator(CalibrationOptions(), "v", OUTPUTS), np.random.default_rng(6)
+    for number in range(4_000):
+        deep = number % 10 == 0
+        actual = 100.0 * (1.2 if deep else 1.0) * np.exp(rng.normal(0, 0.1))
+        calibrator.observe(RAW, {"ttft": actual}, 50_000.0 if deep else 500.0, "a")
+    found = published(calibrator)
+    medians = found.quantile_log_offset["ttft_p50"]
+    shared = found.log_bias["ttft"] + found.endpoint_log_bias["ttft"]["a"]
+    assert shared + medians[4] == pytest.approx(np.log(1.2), abs=0.05)
+    assert shared + medians[1] == pytest.approx(0.0, abs=0.03)
+
+
+def test_a_burst_that_nobody_could_know_of_moves_a_bound_less_than_as_many_single_requests():
+    burst, single = calibrator(), calibrator()
+    for number in range(100):
+        burst.observe(RAW, {"ttft": 170.0}, 50_000.0, "a", {"ttft_p90": 150.0}, lag=number)
+        single.observe(RAW, {"ttft": 170.0}, 50_000.0, "a", {"ttft_p90": 150.0})
+    moved = [published(state).quantile_log_offset["ttft_p90"][4] for state in (burst, single)]
+    assert 0.2 < moved[0] < moved[1]
 
 
 def test_after_a_change_of_the_pool_the_bias_is_there_within_a_dozen_samples_and_quantiles_stay():
