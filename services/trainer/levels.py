@@ -21,9 +21,11 @@ LEVEL_ROWS: Final = 500
 LEVEL_MIN_ROWS: Final = 20
 # Less than what counts as a change is what a target's error wanders by.
 LEVEL_LEAST_LOG: Final = 0.2
-# Newest rows by which endpoints are told apart, and what is no difference.
+# Newest rows by which endpoints are told apart, and what is no difference: little, or no more than chance. Neighbours
+# in a queue err together, so that four rows tell as much as one, and three deviations are doubled.
 ENDPOINT_ROWS: Final = 4000
 ENDPOINT_LEAST_LOG: Final = 0.1
+ENDPOINT_DEVIATIONS: Final = 6.0
 
 Floats = npt.NDArray[Any]
 
@@ -68,8 +70,9 @@ def without_endpoints(snapshot: Snapshot, champion: Champion | None) -> Snapshot
         # Where most of the rows lie: a mean, or a median of all rows, leans towards those that differ.
         found, rows = np.array(list(levels.values())).T
         pool = weighted_quantile(found, rows, 0.5)
-        for number, (level, _) in levels.items():
-            if abs(level - pool) >= ENDPOINT_LEAST_LOG:
+        deviation = 1.4826 * float(np.median(np.abs(_known(errors) - pool)))
+        for number, (level, count) in levels.items():
+            if abs(level - pool) >= max(ENDPOINT_LEAST_LOG, ENDPOINT_DEVIATIONS * deviation / count**0.5):
                 targets[target] = _moved(targets[target], group == number, pool - level)
     return replace(snapshot, targets=targets)
 
