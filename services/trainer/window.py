@@ -7,7 +7,7 @@ A snapshot weighs rows by recency, since a bin may hold rows from long before a 
 the calibration has seen by 0.3 more. Order is order of arrival: the sender's clock can be wrong, the stream's order
 can't.
 
-Limits: 8,000 + 44 bins × 500 rows ≈ 30,000 rows, 3.4 MB. NaN stands for "not known" among targets only; it never
+Limits: 8,000 + 44 bins × 500 rows ≈ 30,000 rows, 3.6 MB. NaN stands for "not known" among targets only; it never
 enters a row.
 """
 

@@ -209,7 +209,8 @@ def test_what_the_trainer_calibrates_its_readers_apply(trained):
     applied = calibrate(
         raw, OUTPUTS, trained.version, found, np.float32([100, 5000]), ["10.0.0.1:8000", "10.0.0.9:8000"]
     )
-    bias = found.log_bias["ttft"]
-    expected = raw[:, 0] * np.exp([bias + found.endpoint_log_bias["ttft"]["10.0.0.1:8000"], bias])
+    bias, of_bin = found.log_bias["ttft"], found.quantile_log_offset["ttft_p50"]
+    own = found.endpoint_log_bias["ttft"]["10.0.0.1:8000"]
+    expected = raw[:, 0] * np.exp([bias + of_bin[0] + own, bias + of_bin[3]])
     assert applied[:, 0] == pytest.approx(expected, rel=1e-5)
     assert (applied[:, 1] >= applied[:, 0]).all()
