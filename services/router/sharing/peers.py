@@ -10,7 +10,7 @@ from zlib import crc32
 
 from services.router.sharing.messages import Added, Batch, Part
 
-_DIGEST_MASK: Final = (1 << 63) - 1
+DIGEST_MASK: Final = (1 << 63) - 1
 # Two machines' clocks drift apart by 100 ppm at most: 12 ms in this time.
 _CLOCK_WINDOW_MS: Final = 120_000.0
 
@@ -91,13 +91,13 @@ class Peer:
 
     def add(self, entry: Added) -> None:
         self.entries[entry.decision_id] = entry
-        self.digest = (self.digest + checksum(entry.decision_id)) & _DIGEST_MASK
+        self.digest = (self.digest + checksum(entry.decision_id)) & DIGEST_MASK
 
     def remove(self, decision_id: str) -> bool:
         """Whether it was among its entries."""
         if self.entries.pop(decision_id, None) is None:
             return False
-        self.digest = (self.digest - checksum(decision_id)) & _DIGEST_MASK
+        self.digest = (self.digest - checksum(decision_id)) & DIGEST_MASK
         return True
 
     @property

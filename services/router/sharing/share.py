@@ -19,20 +19,17 @@ Limits: one event loop. Trusts whoever may publish on the bus, within the limits
 """
 
 import hashlib
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from services.router.request.inference_request import InferenceRequest
+from services.router.sharing.counts import ShareCounts
 from services.router.sharing.messages import (
-    MAX_ENTRIES,
-    MAX_NAMES,
     Added,
     Ask,
     Batch,
     Beat,
-    Ended,
     First,
     Message,
     Moved,
@@ -40,21 +37,16 @@ from services.router.sharing.messages import (
     Prefixes,
     Probed,
     decode,
-    encode,
 )
-from services.router.sharing.peers import Peer, checksum
+from services.router.sharing.peers import DIGEST_MASK, Peer, checksum
 from services.router.sharing.rendezvous import owner
+from services.router.sharing.telling import MAX_RESENT, Outgoing, Telling, at_another, nameless
 from services.router.state.pool import PoolState
 from services.router.state.table import Endpoint
 from services.router.state.vllm_metrics import Engine, EngineMetrics
 
-_DIGEST_MASK: Final = (1 << 63) - 1
 _MAX_PEERS: Final = 64
 _MAX_BUFFERED: Final = 256
-_MAX_RESENT: Final = 64
-_HISTORY: Final = 1_024
-_HISTORY_BYTES: Final = 4 * 1024 * 1024
-_PREFIX_CHUNK: Final = 2_048
 _ENGINES: Final = frozenset(engine.value for engine in Engine)
 _SAME_START_S: Final = 0.02
 
@@ -78,36 +70,6 @@ class ShareConfig:
     takeover_ms: float = 3_000.0
     load_hysteresis_ms: float = 200.0
     max_request_age_ms: float = 3_600_000.0
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A message for one router (`to`) or for all (None)."""
-
-    to: str | None
-    payload: bytes
-
-
-@dataclass(slots=True)
-class ShareCounts:
-    """Since the start. `late`: ends of a peer's requests that were given up before. `orphans_*`: why they went."""
-
-    batches_sent: int = 0
-    batches_received: int = 0
-    duplicates: int = 0
-    gaps: int = 0
-    resent: int = 0
-    snapshots_sent: int = 0
-    snapshots_taken: int = 0
-    mismatches: int = 0
-    invalid: int = 0
-    late: int = 0
-    peers_lost: int = 0
-    peers_returned: int = 0
-    orphans_by_outcome: int = 0
-    orphans_by_load: int = 0
-    orphans_by_age: int = 0
-    prefix_blocks_taken: int = 0
 
 
 @dataclass(slots=True)
@@ -136,26 +98,8 @@ class LedgerShare:
         # Enough bits to show a difference, too few to try out weak salts on.
         self._salt = None if salt is None else int.from_bytes(hashlib.sha256(b"leadtime" + salt).digest()[:2], "big")
         self._peers: dict[str, Peer] = {}
-        self._own: OrderedDict[str, Added] = OrderedDict()
-        self._firsts: dict[str, float] = {}
-        self._digest = 0
-        self._sequence = 0
-        self._listened = False
-        self._untold = False
-        self._history: deque[tuple[int, bytes]] = deque()
-        self._history_bytes = 0
-        self._new_added: list[Added] = []
-        self._new_firsts: list[First] = []
-        self._new_ended: list[Ended] = []
-        self._new_moved: list[Moved] = []
-        self._new_probed: list[Probed] = []
-        self._outbox: list[Outgoing] = []
-        self._snapshot_for: dict[str, None] = {}
-        self._prefixes_for: dict[str, list[str]] = {}
-        """Endpoints whose blocks a router is still to be sent, and of the first how many are left."""
-        self._prefixes_left: dict[str, list[int]] = {}
+        self._telling = Telling(router, pool, self._salt, self.counts, self._wake)
         self._prefixes_wanted = salt is not None
-        self._probes: dict[str, Probed] = {}
         self._told_ms: dict[str, float] = {}
         """When the newest probe that a peer told of was made."""
         self._said_ready: dict[tuple[str, str], bool] = {}
@@ -180,7 +124,7 @@ class LedgerShare:
     @property
     def own_requests(self) -> int:
         """Requests that this router dispatched and that haven't ended."""
-        return len(self._own)
+        return len(self._telling.requests)
 
     @property
     def sharing_prefixes(self) -> bool:
@@ -189,16 +133,7 @@ class LedgerShare:
     @property
     def pending(self) -> bool:
         """Whether `flush` would return something."""
-        return bool(
-            self._new_added
-            or self._new_ended
-            or self._new_firsts
-            or self._new_moved
-            or self._new_probed
-            or self._outbox
-            or self._snapshot_for
-            or self._prefixes_for
-        )
+        return self._telling.pending
 
     def describe(self, now_ms: float) -> list[dict[str, object]]:
         """The peers for the admin pages."""
@@ -218,7 +153,7 @@ class LedgerShare:
     @property
     def sequence(self) -> int:
         """The number of this router's last batch."""
-        return self._sequence
+        return self._telling.sequence
 
     def followed(self, router: str) -> tuple[int, frozenset[str]] | None:
         """The number of a peer's batch up to which it was followed, and the requests that it had then. None where that
@@ -232,9 +167,9 @@ class LedgerShare:
     def faults(self) -> list[str]:
         """What is inconsistent; empty when all is well. For tests and the debug mode: it looks at every entry."""
         found = list(self._pool.ledger.faults())
-        owners: dict[str, str] = dict.fromkeys(self._own, self.router)
+        owners: dict[str, str] = dict.fromkeys(self._telling.requests, self.router)
         for peer in self._peers.values():
-            if sum(checksum(decision_id) for decision_id in peer.entries) & _DIGEST_MASK != peer.digest:
+            if sum(checksum(decision_id) for decision_id in peer.entries) & DIGEST_MASK != peer.digest:
                 found.append(f"digest of {peer.router} is not that of its entries")
             if not peer.counted <= peer.entries.keys():
                 found.append(f"{peer.router}: counted requests that aren't its own")
@@ -242,7 +177,7 @@ class LedgerShare:
                 if decision_id in owners:
                     found.append(f"{decision_id} is counted for {owners[decision_id]} and for {peer.router}")
                 owners[decision_id] = peer.router
-        if sum(checksum(decision_id) for decision_id in self._own) & _DIGEST_MASK != self._digest:
+        if sum(checksum(decision_id) for decision_id in self._telling.requests) & DIGEST_MASK != self._telling.digest:
             found.append("digest of this router is not that of its entries")
         found += [f"{decision_id} is nobody's" for decision_id in self._pool.ledger.ids() if decision_id not in owners]
         return found
@@ -262,54 +197,33 @@ class LedgerShare:
         now_ms: float,
     ) -> None:
         """A request of ours was counted in."""
-        entry = Added(
-            decision_id,
-            endpoint.address,
-            endpoint.process_start_s,
-            request.model,
-            request.text_bytes,
-            request.input_tokens,
-            uncached_tokens,
-            expected_output_tokens,
-            predicted_ttft_ms,
-            now_ms,
-            None if self._salt is None else names,
+        self._telling.dispatched(
+            Added(
+                decision_id,
+                endpoint.address,
+                endpoint.process_start_s,
+                request.model,
+                request.text_bytes,
+                request.input_tokens,
+                uncached_tokens,
+                expected_output_tokens,
+                predicted_ttft_ms,
+                now_ms,
+                None if self._salt is None else names,
+            )
         )
-        self._own[decision_id] = entry
-        self._digest = (self._digest + checksum(decision_id)) & _DIGEST_MASK
-        if self._listened:
-            self._new_added.append(entry)
-            self._wake()
-        else:
-            self._untold = True
 
     def first_token(self, decision_id: str, now_ms: float) -> None:
         """Its first token was seen here."""
-        if decision_id in self._own and decision_id not in self._firsts:
-            self._firsts[decision_id] = now_ms
-            if self._listened:
-                self._new_firsts.append(First(decision_id, now_ms))
-                self._wake()
+        self._telling.first_token(decision_id, now_ms)
 
     def moved(self, decision_id: str, address: str, predicted_ttft_ms: float | None, now_ms: float) -> None:
         """Another endpoint serves it."""
-        entry = self._own.get(decision_id)
-        if entry is None:
-            return
-        self._own[decision_id] = at_another(entry, address, predicted_ttft_ms)
-        if self._listened:
-            self._new_moved.append(Moved(decision_id, address, predicted_ttft_ms, now_ms))
-            self._wake()
+        self._telling.moved(decision_id, address, predicted_ttft_ms, now_ms)
 
     def ended(self, decision_id: str, *, completed: bool) -> None:
         """It is over."""
-        if self._own.pop(decision_id, None) is None:
-            return
-        self._firsts.pop(decision_id, None)
-        self._digest = (self._digest - checksum(decision_id)) & _DIGEST_MASK
-        if self._listened:
-            self._new_ended.append(Ended(decision_id, completed))
-            self._wake()
+        self._telling.ended(decision_id, completed=completed)
 
     def outcome(self, decision_id: str, *, completed: bool, now_ms: float) -> None:
         """The bus says what became of a request: the end of one whose router can't say so any more."""
@@ -376,10 +290,7 @@ class LedgerShare:
             metrics.process_start_s if metrics else None,
             metrics.kv_capacity_tokens if metrics else None,
         )
-        self._probes[address] = probe
-        if self._listened:
-            self._new_probed.append(probe)
-            self._wake()
+        self._telling.probed(probe)
 
     def _take_probe(self, peer: Peer, probe: Probed, now_ms: float) -> None:
         endpoint = self._pool.table.get(probe.address)
@@ -428,23 +339,18 @@ class LedgerShare:
                     self.counts.orphans_by_age += 1
             if now_ms - peer.heard_ms > config.forget_ms:
                 del self._peers[peer.router]
-        while self._own:
-            decision_id, entry = next(iter(self._own.items()))
-            if now_ms - entry.dispatched_ms <= config.max_request_age_ms:
-                break
-            self.ended(decision_id, completed=False)
+        self._telling.expire(now_ms - config.max_request_age_ms)
         if now_ms - self._beat_ms >= config.beat_ms:
             self._beat_ms = now_ms
             self._prune()
-            self._outbox.append(Outgoing(None, b""))  # written in `flush`, after the batch that it counts
-            self._wake()
+            self._telling.beat_next()
 
     def _prune(self) -> None:
         """Forget addresses that are no endpoints any more: pods come and go for months."""
         table = self._pool.table
-        if len(self._probes) + len(self._told_ms) <= 2 * len(table) + 64:
+        if len(self._telling.probes) + len(self._told_ms) <= 2 * len(table) + 64:
             return
-        for memory in (self._probes, self._told_ms, self._owners, self._excess):
+        for memory in (self._telling.probes, self._told_ms, self._owners, self._excess):
             for address in [address for address in memory if table.get(address) is None]:
                 del memory[address]
         self._said_ready = {
@@ -453,100 +359,15 @@ class LedgerShare:
 
     def flush(self, now_ms: float) -> list[Outgoing]:
         """What is to be sent now, in this order."""
-        sent: list[Outgoing] = []
-        while self._new_added or self._new_firsts or self._new_ended or self._new_probed or self._new_moved:
-            sent.append(self._batch(now_ms))
-        waiting, self._outbox = self._outbox, []
-        sent += [out if out.payload else self._beat(now_ms, leaving=False) for out in waiting]
-        for router in self._snapshot_for:
-            sent += self._snapshot(router, now_ms)
-        self._snapshot_for.clear()
-        for router in list(self._prefixes_for):
-            chunk = self._prefix_chunk(router, now_ms)
-            if chunk is not None:
-                sent.append(chunk)
-        return sent
+        return self._telling.flush(now_ms)
 
     def leave(self, now_ms: float) -> list[Outgoing]:
         """The last words of a router that stops."""
-        return [*self.flush(now_ms), self._beat(now_ms, leaving=True)]
+        return [*self.flush(now_ms), self._telling.beat(now_ms, leaving=True)]
 
     def _wake(self) -> None:
         if self.on_pending is not None:
             self.on_pending()
-
-    def _batch(self, now_ms: float) -> Outgoing:
-        added = self._new_added
-        if len(added) > MAX_ENTRIES or sum(len(entry.names or ()) for entry in added) > MAX_NAMES:
-            fitting, names = 0, 0
-            for entry in added[:MAX_ENTRIES]:
-                names += len(entry.names or ())
-                if fitting and names > MAX_NAMES:
-                    break
-                fitting += 1
-            self._new_added = added[fitting:]
-            # Ends go with the last one: an end never comes before its dispatch.
-            batch = Batch(self.router, self._sequence + 1, now_ms, added[:fitting], [], [], [], [])
-        else:
-            batch = Batch(
-                self.router,
-                self._sequence + 1,
-                now_ms,
-                added,
-                self._new_firsts,
-                self._new_ended,
-                self._new_probed,
-                self._new_moved,
-            )
-            self._new_added, self._new_firsts, self._new_ended = [], [], []
-            self._new_probed, self._new_moved = [], []
-        self._sequence += 1
-        self.counts.batches_sent += 1
-        payload = encode(batch)
-        self._history.append((self._sequence, payload))
-        self._history_bytes += len(payload)
-        while self._history_bytes > _HISTORY_BYTES or len(self._history) > _HISTORY:
-            self._history_bytes -= len(self._history.popleft()[1])
-        return Outgoing(None, payload)
-
-    def _beat(self, now_ms: float, *, leaving: bool) -> Outgoing:
-        beat = Beat(self.router, self._sequence, now_ms, len(self._own), self._digest, self._salt, leaving)
-        return Outgoing(None, encode(beat))
-
-    def _snapshot(self, to: str, now_ms: float) -> list[Outgoing]:
-        self.counts.snapshots_sent += 1
-        entries = [_nameless(entry) for entry in self._own.values()]
-        portions = [entries[i : i + MAX_ENTRIES] for i in range(0, len(entries), MAX_ENTRIES)] or [[]]
-        parts = []
-        for number, portion in enumerate(portions):
-            firsts = [
-                First(e.decision_id, self._firsts[e.decision_id]) for e in portion if e.decision_id in self._firsts
-            ]
-            probed = list(self._probes.values()) if number == 0 else []
-            part = Part(self.router, self._sequence, now_ms, number, len(portions), portion, firsts, probed)
-            parts.append(Outgoing(to, encode(part)))
-        return parts
-
-    def _prefix_chunk(self, to: str, now_ms: float) -> Outgoing | None:
-        """The next portion of the prefix index for a router, most recently used first."""
-        addresses = self._prefixes_for[to]
-        while addresses:
-            endpoint = self._pool.table.get(addresses[-1])
-            if to not in self._prefixes_left:
-                self._prefixes_left[to] = self._pool.prefixes.held_names(endpoint.slot) if endpoint else []
-            left = self._prefixes_left[to]
-            if endpoint is None or not left:
-                addresses.pop()
-                del self._prefixes_left[to]
-                continue
-            names = left[-_PREFIX_CHUNK:]
-            del left[-_PREFIX_CHUNK:]
-            return Outgoing(
-                to, encode(Prefixes(self.router, now_ms, endpoint.address, endpoint.process_start_s, names))
-            )
-        del self._prefixes_for[to]
-        self._prefixes_left.pop(to, None)
-        return None
 
     # --- in -----------------------------------------------------------------------------------------------------
 
@@ -556,18 +377,12 @@ class LedgerShare:
         if message is None:
             self.counts.invalid += 1
         elif message.router != self.router:
-            self._listen()
+            self._telling.listen()
             self._take(message, now_ms)
-
-    def _listen(self) -> None:
-        """There is another: from here on it is told. A number that no batch has stands for what it wasn't told."""
-        if not self._listened:
-            self._listened = True
-            self._sequence += self._untold
 
     def _take(self, message: Message, now_ms: float) -> None:
         if isinstance(message, Ask):
-            self._answer(message)
+            self._telling.answer(message)
             return
         peer = self._heard(message.router, message.sent_ms, now_ms)
         if peer is None:
@@ -606,9 +421,7 @@ class LedgerShare:
         peer.parts.clear()
         self.counts.peers_lost += 1
         self._owners.clear()
-        self._snapshot_for.pop(peer.router, None)
-        self._prefixes_for.pop(peer.router, None)
-        self._prefixes_left.pop(peer.router, None)
+        self._telling.forget(peer.router)
         if not self.live_peers:
             self._prefixes_wanted = self._salt is not None  # whoever comes next has seen more
 
@@ -681,7 +494,7 @@ class LedgerShare:
         if entry.decision_id in peer.entries:
             self.counts.duplicates += 1
             return
-        peer.add(entry if entry.names is None else _nameless(entry))
+        peer.add(entry if entry.names is None else nameless(entry))
         self._into_ledger(peer, entry, now_ms)
 
     def _into_ledger(self, peer: Peer, entry: Added, now_ms: float) -> None:
@@ -742,22 +555,9 @@ class LedgerShare:
         peer.asks += 1
         first = last = 0
         if peer.sequence is not None and not peer.snapshot_wanted and not wanted and peer.asks <= 2:
-            first, last = peer.sequence + 1, min(peer.told, peer.sequence + _MAX_RESENT)
+            first, last = peer.sequence + 1, min(peer.told, peer.sequence + MAX_RESENT)
         self._prefixes_wanted = self._prefixes_wanted and not wanted
-        self._outbox.append(Outgoing(peer.router, encode(Ask(self.router, first, last, wanted))))
-        self._wake()
-
-    def _answer(self, ask: Ask) -> None:
-        if ask.prefixes and self._salt is not None:
-            self._prefixes_for[ask.router] = [endpoint.address for endpoint in self._pool.table]
-            self._prefixes_left.pop(ask.router, None)
-        kept = {number: payload for number, payload in self._history if ask.first <= number <= ask.last}
-        if ask.first and len(kept) == ask.last - ask.first + 1 <= _MAX_RESENT:
-            self._outbox += [Outgoing(ask.router, kept[number]) for number in sorted(kept)]
-            self.counts.resent += len(kept)
-        else:
-            self._snapshot_for[ask.router] = None
-        self._wake()
+        self._telling.ask(peer.router, first, last, prefixes=wanted)
 
     def _take_part(self, peer: Peer, part: Part, now_ms: float) -> None:
         if peer.parts and next(iter(peer.parts.values())).sequence != part.sequence:
@@ -793,39 +593,3 @@ class LedgerShare:
             return
         self._pool.prefixes.insert_older(chunk.names, endpoint.slot)
         self.counts.prefix_blocks_taken += len(chunk.names)
-
-
-def at_another(entry: Added, address: str, predicted_ttft_ms: float | None) -> Added:
-    """The request at another endpoint, of whose process nothing is said."""
-    return Added(
-        entry.decision_id,
-        address,
-        None,
-        entry.model,
-        entry.text_bytes,
-        entry.input_tokens,
-        entry.uncached_tokens,
-        entry.expected_output_tokens,
-        predicted_ttft_ms,
-        entry.dispatched_ms,
-        None,
-    )
-
-
-def _nameless(entry: Added) -> Added:
-    """For keeping: names are only of use on arrival."""
-    if entry.names is None:
-        return entry
-    return Added(
-        entry.decision_id,
-        entry.address,
-        entry.start_s,
-        entry.model,
-        entry.text_bytes,
-        entry.input_tokens,
-        entry.uncached_tokens,
-        entry.expected_output_tokens,
-        entry.predicted_ttft_ms,
-        entry.dispatched_ms,
-        None,
-    )

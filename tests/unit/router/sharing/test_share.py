@@ -88,7 +88,7 @@ def test_without_a_common_salt_no_hash_leaves_the_router() -> None:
     network.run(600.0)
     one.send("a", A, network.now_ms)
     assert not one.share.sharing_prefixes
-    assert one.share._new_added[0].names is None
+    assert one.share._telling._new_added[0].names is None
 
 
 # --- endpoints --------------------------------------------------------------------------------------------------
@@ -331,5 +331,5 @@ def test_addresses_that_come_and_go_are_forgotten() -> None:
             router.share.owns(address, network.now_ms)
             router.pool.remove_endpoint(address)
     network.run(600.0)
-    kept = (one.share._probes, one.share._told_ms, one.share._owners, one.share._said_ready)
+    kept = (one.share._telling.probes, one.share._told_ms, one.share._owners, one.share._said_ready)
     assert max(map(len, kept)) <= 80
