@@ -9,6 +9,7 @@ the server.
 
 import asyncio
 import contextlib
+import gc
 import hmac
 import os
 import signal
@@ -88,6 +89,8 @@ def run(
         configure_logging(service, settings.telemetry)
         # What a setting names (a profile, a file) is looked at while the service is built.
         uvloop.run(_run(service, settings, build))
+        # All that is left goes with the process: walking over it took 0.2 to 0.4 s of a core at each stop.
+        gc.freeze()
     except ConfigurationError as error:
         sys.stderr.write(f"leadtime {service}: the configuration can't work\n{error}\n")
         return EXIT_CONFIGURATION

@@ -44,6 +44,8 @@ class CollectorSettings(ServiceSettings):
     """How long a stopping collector goes on delivering what it holds."""
     spool_dir: Path | None = None
     """Directory where samples wait on disk while NATS can't take them; without one they wait in memory alone."""
+    spool_slots: Annotated[int, Field(ge=1, le=256)] = 1
+    """Above 1 so many collectors may share `spool_dir`: each takes a free folder of it, and what it finds there."""
     spool_max_bytes: Annotated[int, Field(ge=64 * 1024, le=1 << 40)] = 256 * 1024 * 1024
     """Most that the spool may hold, about 1 KB a sample; beyond it samples wait in memory, and POSTs are refused."""
     stream: StreamSettings = Field(default_factory=StreamSettings)

@@ -37,6 +37,10 @@ class SpoolFullError(Exception):
     """No room within the limit."""
 
 
+class SpoolTakenError(ConfigurationError):
+    """Another process has the directory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One sample as it is published."""
@@ -86,6 +90,21 @@ def _record_at(data: bytes, at: int) -> tuple[int, Record] | None:
     return end, Record(decision_id, subject, data[names + id_length + subject_length : end])
 
 
+def open_spool(directory: Path, slots: int, *, max_bytes: int) -> "Spool":
+    """The directory's spool; of several slots, each a folder in it, the first free one: one with samples before others.
+
+    So replicas may share a volume, and what one that is gone has left is delivered by the next to start. Raises
+    SpoolTakenError where none is free.
+    """
+    if slots == 1:
+        return Spool(directory, max_bytes=max_bytes)
+    folders = [directory / str(number) for number in range(slots)]
+    for folder in sorted(folders, key=lambda folder: not any(folder.glob(f"*{_SUFFIX}"))):
+        with contextlib.suppress(SpoolTakenError):
+            return Spool(folder, max_bytes=max_bytes)
+    raise SpoolTakenError(f"SPOOL_SLOTS: all {slots} folders of {directory} are in use by other processes")
+
+
 @dataclass(slots=True)
 class _Segment:
     number: int
@@ -98,7 +117,7 @@ class Spool:
     """See the module. Every method may raise OSError; after one the spool goes on with what is whole."""
 
     def __init__(self, directory: Path, *, max_bytes: int, segment_bytes: int = 4 * 1024 * 1024) -> None:
-        """Opens or makes the directory and counts what is there; ConfigurationError if another process has it."""
+        """Opens or makes the directory and counts what is there; SpoolTakenError if another process has it."""
         self._directory = directory
         self._max_bytes = max_bytes
         self._segment_bytes = segment_bytes
@@ -108,7 +127,7 @@ class Spool:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
-            raise ConfigurationError(f"SPOOL_DIR: {directory} is in use by another process") from None
+            raise SpoolTakenError(f"SPOOL_DIR: {directory} is in use by another process") from None
         self._segments: OrderedDict[int, _Segment] = OrderedDict()
         self._active: int | None = None
         """File descriptor of the segment that is appended to: always the last one."""

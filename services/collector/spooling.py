@@ -8,13 +8,14 @@ import contextlib
 import errno
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, TypeVar
 
 import structlog
 
 from services.collector.metrics import CollectorMetrics
 from services.collector.settings import CollectorSettings
-from services.collector.spool import Position, Record, Spool, SpoolFullError
+from services.collector.spool import Position, Record, Spool, SpoolFullError, open_spool
 from shared.clock import Clock
 
 _AGAIN_MS: Final = 1_000.0
@@ -48,8 +49,7 @@ class Spooling:
             return None
         worker = ThreadPoolExecutor(1, thread_name_prefix="spool")
         spool = await asyncio.get_running_loop().run_in_executor(
-            worker,
-            lambda: Spool(settings.spool_dir, max_bytes=settings.spool_max_bytes),  # type: ignore[arg-type]
+            worker, partial(open_spool, settings.spool_dir, settings.spool_slots, max_bytes=settings.spool_max_bytes)
         )
         return cls(spool, worker, metrics, clock)
 

@@ -1,6 +1,7 @@
 """One engine and one stack for the whole folder: its tests are steps of one story, in the order of the file."""
 
 import json
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,15 @@ _FACTS = pytest.StashKey[dict[str, Any]]()
 _LOGS = pytest.StashKey[str]()
 
 
+def end_as_by_hand(number: int, _: object) -> None:
+    """SIGTERM as Ctrl-C: what was started is stopped and removed before the end."""
+    raise KeyboardInterrupt(f"signal {number}")
+
+
 @pytest.fixture(scope="session")
 def stack(request: pytest.FixtureRequest) -> Iterator[ComposeStack]:
     """Images built from this checkout; nothing runs yet."""
+    signal.signal(signal.SIGTERM, end_as_by_hand)
     with engine() as source:
         stack = open_stack()
         request.config.stash[_FACTS] = stack.facts

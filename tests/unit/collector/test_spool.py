@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.collector import spool as spool_module
-from services.collector.spool import Record, Spool, SpoolFullError, encode, scan
+from services.collector.spool import Record, Spool, SpoolFullError, encode, open_spool, scan
 from shared.errors import ConfigurationError
 
 # Surrogates are no UTF-8 and never come off the wire.
@@ -216,3 +217,21 @@ def test_whatever_happens_in_whatever_order_nothing_unsettled_is_lost(tmp_path_f
     rest = drained(opened(directory, segment_bytes=400))
     assert set(rest) >= set(written) - settled
     assert len(rest) == len(set(rest))
+
+
+def test_collectors_that_share_a_directory_take_a_folder_each_until_there_is_none(tmp_path):
+    held = [open_spool(tmp_path, 2, max_bytes=1_000_000) for _ in range(2)]
+    with pytest.raises(ConfigurationError, match="SPOOL_SLOTS: all 2 folders"):
+        open_spool(tmp_path, 2, max_bytes=1_000_000)
+    held[0].close()
+    open_spool(tmp_path, 2, max_bytes=1_000_000).close()
+    held[1].close()
+
+
+def test_what_a_collector_has_left_is_taken_up_by_the_next_to_start(tmp_path):
+    first, second = (open_spool(tmp_path, 3, max_bytes=1_000_000) for _ in range(2))
+    second.append([record(7)])
+    first.close()
+    second.close()
+    with closing(open_spool(tmp_path, 3, max_bytes=1_000_000)) as found:
+        assert drained(found) == ["id-7"]
