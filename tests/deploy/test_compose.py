@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 
@@ -328,8 +329,10 @@ def test_down_takes_less_than_10_seconds(stack: ComposeStack) -> None:
 
 
 def test_a_warm_up_routes_a_request_within_20_seconds(stack: ComposeStack) -> None:
-    began = time.monotonic()
-    stack.timed("warm_up_s", "up", "--detach", "--no-build", "--wait")
-    until("a routed answer", lambda: routed(stack))
-    stack.facts["warm_up_to_routed_s"] = round(time.monotonic() - began, 2)
+    with ThreadPoolExecutor(1) as beside:
+        began = time.monotonic()
+        up = beside.submit(stack.timed, "warm_up_s", "up", "--detach", "--no-build", "--wait")
+        until("a routed answer", lambda: routed(stack))
+        stack.facts["warm_up_to_routed_s"] = round(time.monotonic() - began, 2)
+        up.result()
     assert stack.facts["warm_up_to_routed_s"] < 20
