@@ -6,7 +6,8 @@ a decision without transport and model, by pool size; `ratio` is 1,000 against 1
 features and predictions in hand, with 100 candidates. `shortlist.states`: drawn states of
 1,000 endpoints in three hardware classes, the policy over all rows against the policy over the shortlist's: how often
 the same endpoint, and the predicted latencies of what was picked. `shortlist.replay`: the same requests in virtual time
-over the whole pool and over an eighth of it (128 of 1,024 are an eighth): the latencies that came of it.
+over the whole pool of 256 and over 128 at a time (8 of 64 with --quick): the latencies that came of it;
+`shortlist.stress` (not with --quick): over 16 of 128.
 
     python -m bench.scale [--quick] [--json FILE]
 """
@@ -318,10 +319,9 @@ def states(count: int, trials: int, seed: int) -> dict[str, Any]:
     }
 
 
-def replayed(pods: int, requests: int, seeds: tuple[int, ...]) -> dict[str, Any]:
-    """The same arrivals under `leadtime` over the whole pool and over an eighth of it; means over the seeds."""
+def replayed(pods: int, limit: int, requests: int, seeds: tuple[int, ...]) -> dict[str, Any]:
+    """The same arrivals under `leadtime` over the whole pool and over `limit` at a time; means over the seeds."""
     hardware = parse_hardware(f"h100-8b:{pods // 2},a100-8b:{pods - pods // 2}")
-    limit = max(1, pods // 8)
     rows: dict[str, list[dict[str, Any]]] = {"all": [], "shortlist": []}
     for seed in seeds:
         trace = load_trace("A", seed, requests, None).at_rate(REPLAY_RATE_PER_POD * pods)
@@ -358,7 +358,8 @@ async def measured(*, quick: bool) -> dict[str, Any]:
         "decision": decision_costs(250 if quick else 3_000),
         "shortlist": {
             "states": states(1_000, 12 if quick else 300, 1),
-            "replay": replayed(64, 1_500, (1,)) if quick else replayed(256, 30_000, (1, 2)),
+            "replay": replayed(64, 8, 1_500, (1,)) if quick else replayed(256, MAX_CANDIDATES, 16_000, (1, 2)),
+            **({} if quick else {"stress": replayed(128, 16, 8_000, (1, 2))}),
         },
     }
 
