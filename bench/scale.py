@@ -333,7 +333,7 @@ def replayed(pods: int, limit: int, requests: int, seeds: tuple[int, ...]) -> di
         for name, found in rows.items()
     }
     ratio = {key: round(means["shortlist"][key] / means["all"][key], 4) for key in REPLAYED}
-    return {"endpoints": pods, "shortlist": limit, "requests": requests, "seeds": len(seeds), **means, "ratio": ratio}
+    return {"endpoints": pods, "candidates": limit, "requests": requests, "seeds": len(seeds), **means, "ratio": ratio}
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
