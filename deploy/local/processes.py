@@ -10,8 +10,9 @@ Limits: children of children share their parent's group and end with it; one tha
 
 import asyncio
 import contextlib
-import ctypes
+import errno
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -26,7 +27,7 @@ Probe = Callable[[], Awaitable[str | None]]
 READY_DEADLINE_S: Final = 30.0
 _POLL_S: Final = 0.05
 _LOG_TAIL_BYTES: Final = 3_000
-_PR_SET_PDEATHSIG: Final = 1
+_TIED: Final = Path(__file__).with_name("tied.py")
 
 
 class ChildError(RuntimeError):
@@ -112,13 +113,12 @@ class Child:
         log = await asyncio.to_thread(self.log_file.open, "ab")
         with log:
             return await asyncio.create_subprocess_exec(
-                *self.spec.command,
+                *_tied(self.spec),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=dict(self._environment),
                 start_new_session=True,
-                preexec_fn=_in_child(os.getpid(), self.spec.nice),
             )
 
     async def ready(self, probe: Probe, deadline_s: float) -> None:
@@ -173,19 +173,11 @@ class Child:
         return f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
 
 
-def _in_child(parent: int, nice: int) -> Callable[[], None]:
-    """What runs between fork and exec. The library is loaded before the fork: the child only makes system calls."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-    def prepare() -> None:
-        if libc is not None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:  # it died before the kernel was told to watch it
-                os._exit(1)
-        if nice:
-            os.nice(nice)
-
-    return prepare
+def _tied(spec: ChildSpec) -> tuple[str, ...]:
+    """The command by way of `tied.py`, after a look whether it is there."""
+    if shutil.which(spec.command[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), spec.command[0])
+    return (sys.executable, "-I", "-S", str(_TIED), str(os.getpid()), str(spec.nice), *spec.command)
 
 
 class Supervisor:

@@ -46,6 +46,7 @@ async def test_a_stolen_port_makes_the_stack_start_anew_on_others(
     finally:
         for thief in stolen:
             thief.close()
-    assert [line for line in said if "its port was taken meanwhile" in line] == [
+    # At least once: somebody else may take another as well.
+    assert {line for line in said if "its port was taken meanwhile" in line} == {
         f"{child}: its port was taken meanwhile; starting anew"
-    ]
+    }
