@@ -12,6 +12,7 @@ Limits: routes with restored model names and upgrades (WebSocket) are rendered f
 would need routes that istiod doesn't make.
 """
 
+import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -244,7 +245,8 @@ def files(environment: Mapping[str, str]) -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write all of them."""
+    """Write all of them; there is nothing to choose."""
+    argparse.ArgumentParser(description="Writes Envoy's part of every overlay anew.").parse_args()
     for place, text in files(router_environment()).items():
         (HERE / place).write_text(text, encoding="utf-8")
         print(HERE / place)

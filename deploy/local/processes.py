@@ -201,6 +201,10 @@ class Supervisor:
     def __getitem__(self, name: str) -> Child:
         return self._children[name]
 
+    def runs(self, name: str) -> bool:
+        """Whether a child of that name was started and hasn't ended."""
+        return name in self._children and self._children[name].running
+
     @property
     def children(self) -> tuple[Child, ...]:
         """In the order of their start."""

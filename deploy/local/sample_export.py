@@ -20,9 +20,14 @@ _IDLE_S: Final = 60.0
 _ANSWER_S: Final = 10.0
 
 
+async def _silent(error: Exception) -> None:
+    """nats-py would log a trace of what is raised as well."""
+    del error
+
+
 async def export_samples(settings: NatsSettings, pool: str, file: Path) -> int:
     """Write them, oldest first; how many. Raises ConfigurationError where NATS or the stream isn't there."""
-    options = settings.connect_options() | {"allow_reconnect": False, "max_reconnect_attempts": 1}
+    options = settings.connect_options() | {"allow_reconnect": False, "max_reconnect_attempts": 1, "error_cb": _silent}
     try:
         client = await nats.connect(**options, name="leadtime-samples")
     except (OSError, nats.errors.Error, TimeoutError) as error:

@@ -444,7 +444,7 @@ class Stack:
 
     async def _drain(self) -> None:
         """Take no new connection, let the old ones go with their next answer, and wait for the requests under way."""
-        if self.config.drain_s <= 0 or "envoy" not in self._children or not self.supervisor["envoy"].running:
+        if self.config.drain_s <= 0 or not self.supervisor.runs("envoy"):
             return
         admin = self.addresses.envoy_admin_url
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):

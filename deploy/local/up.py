@@ -156,6 +156,7 @@ def where_lines(stack: Stack, findings: Sequence[Finding]) -> list[str]:
         f"                                      {at.trainer_url} (trainer)"
         + "".join(f"  {url} (predictor)" for url in at.predictor_urls),
         f"Envoy's own                           {at.envoy_admin_url}/stats/prometheus",
+        f"NATS, for `leadtime samples --nats`   {at.nats_url}",
         f"logs: {stack.config.run_dir}",
         "Ctrl-C stops everything.",
     ]

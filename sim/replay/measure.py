@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from shared.errors import ConfigurationError
 from shared.samples import Outcome
 from sim.replay.cluster import Outcomes, RunOptions, RunResult, SloRule, run
 from sim.replay.policies import policy
@@ -25,6 +26,8 @@ WARM_UP: Final = 0.2
 COOL_DOWN: Final = 0.05
 CAPACITY_POLICY: Final = "load-prefix"
 CAPACITY_SLO: Final = SloRule(1000.0, 40.0, 4096)
+_WIDENINGS: Final = 12
+_WIDER: Final = 1.6
 _SATURATED: Final = 2.0
 _TAIL: Final = 0.3
 
@@ -106,7 +109,8 @@ def capacity(
 ) -> float:
     """Requests a second that a pool of one kind of pod carries, bisected in the logarithm.
 
-    The bracket is widened where it doesn't hold the answer. `told` hears of each step.
+    The bracket is widened where it doesn't hold the answer. `told` hears of each step. Raises ConfigurationError where
+    no rate within reach fills the pool, or none is carried.
     """
     chosen = policy(CAPACITY_POLICY)
 
@@ -116,11 +120,22 @@ def capacity(
         return over
 
     low, high = search.low, search.high
-    while too_much(low):
-        low, high = low / 1.6, low
+    for _ in range(_WIDENINGS):
+        if not too_much(low):
+            break
+        low, high = low / _WIDER, low
+    else:
+        raise ConfigurationError(f"{trace.name}: even {low:.2g} requests/s are too much; --capacity names another rate")
     if high == search.high:
-        while not too_much(high):
-            low, high = high, high * 1.6
+        for _ in range(_WIDENINGS):
+            if too_much(high):
+                break
+            low, high = high, high * _WIDER
+        else:
+            raise ConfigurationError(
+                f"{trace.name}: found {len(trace.requests)} requests, too few or too light to fill "
+                f"{describe(tuple(pods))}; a longer trace, fewer pods, or --capacity"
+            )
     while high / low > 1.0 + search.tolerance:
         middle = math.sqrt(low * high)
         if too_much(middle):

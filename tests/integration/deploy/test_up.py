@@ -188,3 +188,16 @@ def pids_of(directory: Path, name: str) -> list[int]:
         if process.name.isdigit() and log.startswith(f"{directory}/.run/") and f"/{name}" in log.rsplit("-", 1)[-1]:
             found.append(int(process.name))
     return found
+
+
+async def test_a_start_that_fails_says_why_in_a_line_and_leaves_nothing(
+    tmp_path: Path, urls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEADTIME_ROUTER_PROFILE", "nope")
+    up = await Up.start(tmp_path, urls)
+    said, _ = await asyncio.wait_for(up.process.communicate(), 60)
+    assert up.process.returncode == 1
+    assert b"found 'nope'; allowed:" in said
+    assert b"KeyError" not in said
+    assert said.count(b"Traceback") == 0, said.decode()
+    await until(lambda: not pids_of(tmp_path, ""), "no process is left")

@@ -1,6 +1,7 @@
 """Figures, capacity and the picture of a replay."""
 
 import math
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from shared.errors import ConfigurationError
 from shared.samples import Outcome
 from sim.replay.cluster import Outcomes, RunResult
-from sim.replay.measure import Search, capacity, cold_start, figures, pool_capacity, saturated
+from sim.replay.measure import Search, capacity, cold_start, figures, guess, pool_capacity, saturated
 from sim.replay.picture import picture
 from sim.replay.policies import policy
 from sim.replay.pool import PoolError, describe, parse_hardware
@@ -109,3 +110,12 @@ def test_the_picture_is_wellformed_and_has_a_line_for_each_policy_in_each_panel(
     points = [tuple(map(float, pair.split(","))) for line in lines for pair in (line.get("points") or "").split()]
     assert all(0 <= x <= 920 and 0 <= y <= 300 and math.isfinite(x + y) for x, y in points)
     assert picture("one load", rows[:1])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_trace_that_fills_no_pool_is_refused(tmp_path: Path, count: int) -> None:
+    file = tmp_path / "few.jsonl"
+    file.write_text("".join(f'{{"arrival_ms": {at}, "input_tokens": 10, "output_tokens": 5}}\n' for at in range(count)))
+    pods, trace = parse_hardware("h100-8b:2"), load_trace(str(file), 1, count)
+    with pytest.raises(ConfigurationError, match=f"found {count} requests, too few or too light to fill h100-8b:2"):
+        capacity(trace, pods, guess(trace, pods))
