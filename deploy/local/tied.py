@@ -2,7 +2,7 @@
 
 Run between a child's start and its program, as a program of its own: code between fork and exec in a process with
 gRPC in it meets gRPC's fork handlers, which now and then abort the child (seen with grpcio 1.85: `epoll_wait error: Bad
-file descriptor`). Only what an isolated interpreter has is imported; 20 ms.
+file descriptor`). Only what an isolated interpreter has is imported; 15 ms.
 
 Limits: the tie is Linux's; elsewhere only the priority is set.
 """
