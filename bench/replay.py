@@ -5,19 +5,21 @@ e2e_mean_ms, e2e_p50_ms, goodput, prefix_hit_ratio; and what `sim.replay.measure
 `leadtime` with the others by the marks of this benchmark and names each one that is missed. Every learned policy starts
 cold inside its run, fits every 30 s of its time and sees what a router sees; the first fifth is left out. SLO: TTFT
 1 s × max(1, prompt/4096), TPOT 40 ms. 100 % load: what a pool carries under `load-prefix` (`sim.replay.measure`). Each
-mark says on which cells it rests, and workload by workload what came out. `policy_revision` is a digest of the
-policies' code and presets: rows of several are told, since they can't be compared.
+mark says on which cells it rests, and workload by workload what came out. `policy_revision` is a digest of the code and
+the constants that a policy decides by: rows of another one are made again, and told until then.
 
 `--quick` is a named subset on made traces (15 s). `--full` runs every cell and appends each to `results/replay.jsonl`
-as it ends: started again, it goes on where it stopped. Its order makes what there is at any time a whole of its own:
-workload by workload with the policies that marks compare, 85 and 95 % before the rest, seed by seed. `--trace`,
-`--load`, `--hardware`, `--policy` and `--seed` narrow it. `--summary` reads what is there. Public traces lie in
-LEADTIME_DATA (default ../shared/data).
+as it ends: started again, it goes on where it stopped, and several may share the work. Its order makes what there is at
+any time a whole of its own: workload by workload with the policies that marks compare, 85 and 95 % before the rest,
+seed by seed. `--trace`, `--load`, `--hardware`, `--policy` and `--seed` narrow it. `--summary` reads what is there.
+Public traces lie in LEADTIME_DATA (default ../shared/data).
 """
 
 import argparse
+import ast
 import functools
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -36,7 +38,6 @@ from sim.replay.pool import PodSpec, describe, parse_hardware
 from sim.replay.trace import Trace, load_trace
 
 RESULTS: Final = Path(__file__).parent / "results" / "replay.jsonl"
-SCHEDULING: Final = Path(__file__).parent.parent / "services" / "router" / "scheduling"
 SLO: Final = SloRule(1000.0, 40.0, 4096)
 EQUAL: Final = "h100-8b:8"
 MIXED: Final = "h100-8b:4,a100-8b:4"
@@ -65,6 +66,18 @@ CAPACITY_REQUESTS: Final[Mapping[str, int]] = {
 }
 # The trainer's own interval is 10 s: a third of the fits, which are half a run's CPU.
 RETRAIN_MS: Final = 30_000.0
+DECIDING: Final = ("services.router.core", "services.router.scheduling.pipeline")
+LEARNING: Final = (
+    "shared.features",
+    "shared.inference",
+    *(
+        f"services.trainer.{name}"
+        for name in (
+            "basis", "cadence", "calibrate", "champion", "cycle", "evaluate", "learner", "levels", "outliers", "prior",
+            "shifts", "succession", "train", "window",
+        )
+    ),
+)  # fmt: skip
 UNLEARNED: Final = ("token-load", "lmetric", "load-prefix", "least-request", "round-robin", "random")
 LEARNED: Final = ("leadtime", "predicted-latency", "predicted-latency-slo")
 COMPARED: Final = (*UNLEARNED[:2], *LEARNED)
@@ -73,6 +86,9 @@ INCUMBENT: Final = ("predicted-latency", "predicted-latency-slo")
 METRICS: Final = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "tpot_p90_ms", "e2e_mean_ms", "e2e_p50_ms")
 QUICK_CAPACITY: Final[Mapping[str, float]] = {"A": 22.0, "D": 2.5}
 QUICK_POOL: Final = "h100-8b:2,a100-8b:2"
+
+
+CellKey = tuple[str, float, str, str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +102,7 @@ class Cell:
     seed: int
 
     @property
-    def key(self) -> tuple[str, float, str, str, int]:
+    def key(self) -> CellKey:
         return (self.trace, self.load, self.hardware, self.policy, self.seed)
 
 
@@ -96,12 +112,36 @@ def data_folder() -> Path:
 
 
 @functools.cache
-def policy_revision() -> str:
-    """A digest of everything that decides: plugins, presets, pipeline."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in SCHEDULING.rglob("*") if path.suffix in {".py", ".yaml"}):
-        digest.update(path.relative_to(SCHEDULING).as_posix().encode() + b"\0" + path.read_bytes())
+def policy_revision(name: str) -> str:
+    """A digest of what decides under this policy: its profiles' values, its plugins, the pipeline, and the model of one
+    that learns. Comments and docstrings aside; so are the routers' state and the simulated pods.
+    """
+    chosen = policy(name)
+    profile = chosen.profiles.get(chosen.profile)
+    profiles = [profile, *([] if profile.fallback is None else [chosen.profiles.get(profile.fallback)])]
+    modules = {*DECIDING, *(LEARNING if chosen.learned else ())}
+    for each in profiles:
+        plugins = (*each.admitters, *each.filters, *each.scorers, each.picker, each.producer)
+        modules |= {choice.plugin.build.__module__ for choice in plugins if choice is not None}
+    digest = hashlib.sha256(json.dumps([each.as_dict() | {"description": ""} for each in profiles]).encode())
+    for module in sorted(modules):
+        digest.update(module.encode() + b"\0" + code_of(module).encode() + b"\0")
     return digest.hexdigest()[:12]
+
+
+@functools.cache
+def code_of(module: str) -> str:
+    """A module's syntax tree without its docstrings."""
+    tree = ast.parse(Path(str(importlib.import_module(module).__file__)).read_text())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [each for each in body if not _is_text(each)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def play(cell: Cell, rate_per_s: float, requests: int) -> dict[str, Any]:
@@ -120,7 +160,7 @@ def play(cell: Cell, rate_per_s: float, requests: int) -> dict[str, Any]:
         "hardware": cell.hardware,
         "policy": cell.policy,
         "seed": cell.seed,
-        "policy_revision": policy_revision(),
+        "policy_revision": policy_revision(cell.policy),
         "rate_per_s": cell.load * rate_per_s,
         **figures(result),
         "cold_start": cold_start(result),
@@ -138,16 +178,22 @@ def play(cell: Cell, rate_per_s: float, requests: int) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a results file; a last line that was cut off by an interruption is left out."""
+    """Rows of a results file, of each cell the last; a line that was cut off by an interruption is left out."""
     if not path.is_file():
         return []
-    rows = []
+    rows: dict[Any, dict[str, Any]] = {}
     for line in path.read_text().splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
-    return rows
+        rows[_key(row) or (row["trace"], row["hardware"])] = row
+    return list(rows.values())
+
+
+def _key(row: Mapping[str, Any]) -> CellKey | None:
+    """The cell that a row is of; None: it holds a capacity."""
+    return Cell(*(row[name] for name in Cell.__slots__)).key if "policy" in row else None
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
@@ -194,12 +240,23 @@ def cells() -> list[Cell]:
     ]
 
 
+def made(path: Path) -> set[CellKey | None]:
+    """The cells that need not be run again."""
+    return {
+        _key(row)
+        for row in read_rows(path)
+        if "policy" in row and row.get("policy_revision") == policy_revision(row["policy"])
+    }
+
+
 def full(path: Path, cells: Sequence[Cell]) -> None:
-    """Make every run that the file hasn't got yet."""
-    done = {Cell(*(row[key] for key in Cell.__slots__)).key for row in read_rows(path) if "policy" in row}
+    """Make every run that the file hasn't got yet, or has of another revision."""
     capacities = Capacities(path)
+    done = made(path)
     left = [cell for cell in cells if cell.key not in done]
     for place, cell in enumerate(left):
+        if cell.key in made(path):  # by another process meanwhile
+            continue
         row = play(cell, capacities.of(cell.trace, cell.hardware), REQUESTS[cell.trace])
         append(path, row)
         print(
@@ -392,7 +449,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], ours: str = "leadtime") -> dict
         "cells": len(run_cells),
         "cells_of": len(SEEDS) * len(LOADS) * len(POOLS) * len(REQUESTS),
         "seeds": sorted({row["seed"] for row in rows}),
-        "policy_revisions": sorted({row.get("policy_revision", "unknown") for row in rows}),
+        "of_another_revision": sum(row.get("policy_revision") != policy_revision(row["policy"]) for row in rows),
         "marks": [mark.shown() for mark in marks],
         "met": sum(mark.met is True for mark in marks),
         "missed": [

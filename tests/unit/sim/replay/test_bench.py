@@ -50,9 +50,25 @@ def test_the_grid_is_run_workload_by_workload_busy_loads_and_the_compared_polici
     assert len({cell.trace for cell in one}) == 1
 
 
-def test_rows_of_several_revisions_are_told() -> None:
-    rows = [row("A", 0.85, EQUAL, "leadtime") | {"policy_revision": name} for name in ("b", "a", "b")]
-    assert summarise(rows)["policy_revisions"] == ["a", "b"]
+def test_rows_of_another_revision_are_told() -> None:
+    now = replay.policy_revision("leadtime")
+    rows = [row("A", load, EQUAL, "leadtime") | {"policy_revision": name} for load, name in ((0.5, now), (0.7, "old"))]
+    assert summarise(rows)["of_another_revision"] == 1
+
+
+def test_a_revision_is_of_what_decides_not_of_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def code(text: str) -> str:
+        (tmp_path / f"words{len(text)}.py").write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return replay.code_of(f"words{len(text)}")
+
+    plain = code("def f() -> int:\n    return 1\n")
+    assert code('"""Module."""\n\ndef f() -> int:\n    """One."""\n    return 1  # why\n') == plain
+    assert code("def f() -> int:\n    return 22\n") != plain
+
+
+def test_a_policy_has_a_revision_of_its_own() -> None:
+    assert len({replay.policy_revision(name) for name in replay.POLICIES}) == len(replay.POLICIES)
 
 
 def test_a_cell_without_its_counterpart_is_left_out_and_a_mark_without_cells_is_not_run() -> None:
@@ -80,10 +96,14 @@ def test_goodput_behind_any_other_but_the_oracle_is_told_by_cell() -> None:
     assert (found["met"], found["by_cell"]) == (False, {f"A at 50% on {EQUAL}": pytest.approx(-0.03)})
 
 
-def test_a_full_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_run_goes_on_where_it_stopped_and_makes_rows_of_another_revision_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = tmp_path / "rows.jsonl"
     capacities = [{"trace": "D", "hardware": pool, "capacity_per_s": 2.0} for pool in ("h100-8b:8", "a100-8b:8")]
-    done = [json.dumps(each) for each in (*capacities, row("D", 0.5, EQUAL, "token-load"))]
+    now = {"policy_revision": replay.policy_revision("token-load")}
+    stale = row("D", 0.5, EQUAL, "lmetric") | {"policy_revision": "of old"}
+    done = [json.dumps(each) for each in (*capacities, row("D", 0.5, EQUAL, "token-load") | now, stale)]
     results.write_text("\n".join(done) + '\n{"trace": "D", "lo')
     monkeypatch.setattr(replay, "REQUESTS", {"D": 40})
     monkeypatch.setattr(replay, "CAPACITY_REQUESTS", {"D": 40})
@@ -92,7 +112,8 @@ def test_a_full_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest
     def play(cell: Cell, rate_per_s: float, requests: int) -> dict[str, Any]:
         played.append(cell)
         assert (rate_per_s, requests) == (2.0, 40)
-        return row(*cell.key[:3], cell.policy, cell.seed, cpu_s=1.0)
+        revision = {"policy_revision": replay.policy_revision(cell.policy)}
+        return row(*cell.key[:3], cell.policy, cell.seed, cpu_s=1.0) | revision
 
     monkeypatch.setattr(replay, "play", play)
     cells = [Cell("D", 0.5, EQUAL, name, 1) for name in ("token-load", "lmetric", "random")]
