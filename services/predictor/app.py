@@ -287,7 +287,7 @@ def build_app(
             "schema": SCHEMA_HASH,
             "ready": readiness.report(),
             "device": {"asked": settings.device.value, "policy": settings.device_policy.value},
-            "store_errors": metrics.store_errors,
+            "store_errors": metrics.store.errors,
             "pools": {
                 pool: {**_pool_status(batcher.slot, clock), "waiting_rows": batcher.waiting_rows()}
                 for pool, batcher in batchers.items()

@@ -11,20 +11,16 @@ from collections.abc import Sequence
 
 import structlog
 from redis.asyncio import Redis
-from redis.asyncio.client import PubSub
-from redis.exceptions import RedisError
 
 from services.predictor.metrics import PredictorMetrics
 from services.predictor.settings import Device, DevicePolicy
 from services.predictor.slot import Refused, Served, Slot, load_on_device
-from shared.bundle import BundleGate, BundleRefusedError, Refusal, notice_concerns
-from shared.cancellation import raise_if_cancelled
+from shared.bundle import BundleGate, BundleRefusedError, Refusal
 from shared.clock import Clock
 from shared.features import SCHEMA_HASH
 from shared.lifecycle import Readiness
 from shared.names import BUNDLES_CHANNEL, bundle_key, bundle_pointer_key
-
-_RECONNECT_S = 0.5
+from shared.store_watch import StoreWatch
 
 
 def condition(pool: str) -> str:
@@ -50,42 +46,21 @@ class BundleWatch:
         clock: Clock,
     ) -> None:
         """`key` verifies signatures where it is set. `readiness` has one condition per slot, see `condition`."""
-        self._redis = redis
+        self._store = StoreWatch(
+            redis, (BUNDLES_CHANNEL,), [slot.pool for slot in slots], metrics.store, clock, poll_ms=poll_ms
+        )
         self._watched = [(slot, BundleGate(slot.pool, key)) for slot in slots]
         self._device = device
         self._policy = policy
         self._threads = threads
-        self._poll_ms = poll_ms
-        self._pools = frozenset(slot.pool for slot in slots)
         self._metrics = metrics
         self._readiness = readiness
         self._clock = clock
         self._log = structlog.get_logger()
-        self._connected = True
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        while True:
-            try:
-                async with self._redis.pubsub() as notices:
-                    await notices.subscribe(BUNDLES_CHANNEL)
-                    while True:
-                        await self.check()
-                        self._contact()
-                        await self._next_look(notices)
-            except (RedisError, OSError, TimeoutError) as error:
-                self._lost(error)
-                raise_if_cancelled()
-                await asyncio.sleep(_RECONNECT_S)
-
-    async def _next_look(self, notices: PubSub) -> None:
-        """Wait for a notice of our pools or for the poll, whichever comes first."""
-        due_ms = self._clock.monotonic_ms() + self._poll_ms
-        while (left_ms := due_ms - self._clock.monotonic_ms()) > 0:
-            raise_if_cancelled()
-            message = await notices.get_message(ignore_subscribe_messages=True, timeout=left_ms / 1e3)
-            if message is not None and notice_concerns(message["data"], self._pools):
-                return
+        await self._store.run(self.check, self._lost)
 
     async def check(self) -> None:
         """Read each pool's pointer once and follow it; raises what Redis raises."""
@@ -95,13 +70,13 @@ class BundleWatch:
     async def _follow(self, slot: Slot, gate: BundleGate) -> None:
         version: str | None = None
         try:
-            pointer = await self._get(bundle_pointer_key(slot.pool, SCHEMA_HASH))
+            pointer = await self._store.get(bundle_pointer_key(slot.pool, SCHEMA_HASH))
             version = gate.wanted(pointer, self._clock.monotonic_ms())
             if version is None:
                 if slot.current is None and pointer is None:
                     self._readiness.unmet(condition(slot.pool), "none published yet")
                 return
-            blob = await self._get(bundle_key(slot.pool, SCHEMA_HASH, version))
+            blob = await self._store.get(bundle_key(slot.pool, SCHEMA_HASH, version))
             started_ms = self._clock.monotonic_ms()
             served = await asyncio.to_thread(self._load, gate, version, blob)
         except BundleRefusedError as refusal:
@@ -123,10 +98,6 @@ class BundleWatch:
             device_fallback=served.fallback,
             load_ms=round(load_ms, 1),
         )
-
-    async def _get(self, key: str) -> bytes | None:
-        value = await self._redis.get(key)
-        return value.encode() if isinstance(value, str) else value
 
     def _load(self, gate: BundleGate, version: str, blob: bytes | None) -> Served:
         bundle = gate.open(version, blob)
@@ -151,17 +122,7 @@ class BundleWatch:
                 device_required=refusal.reason is Refusal.DEVICE,
             )
 
-    def _contact(self) -> None:
-        self._metrics.store_answered()
-        if not self._connected:
-            self._connected = True
-            self._log.info("redis answers again")
-
     def _lost(self, error: Exception) -> None:
-        self._metrics.store_failed()
-        if self._connected:
-            self._connected = False
-            self._log.warning("redis is away; the bundles in use stay", error=type(error).__name__)
         for slot, _ in self._watched:
             if slot.current is None:
                 self._readiness.unmet(condition(slot.pool), f"redis: {type(error).__name__}")

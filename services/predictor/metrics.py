@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from services.predictor.slot import Served
 from shared.bundle import Refusal, RenderingName
 from shared.clock import Clock
+from shared.store_watch import StoreMetrics
 from shared.telemetry import STEP_BUCKETS_S, seconds
 
 _ROW_BUCKETS: Final = (1, 4, 16, 64, 128, 256, 512, 1_024, 4_096, 16_384)
@@ -109,15 +110,9 @@ class PredictorMetrics:
             ["pool"],
             registry=registry,
         )
-        self._store_errors = Counter(
-            "leadtime_predictor_store_errors_total", "Failed calls of Redis.", registry=registry
-        )
-        self._store_contact = Gauge(
-            "leadtime_predictor_store_contact_age_seconds", "Time since Redis last answered.", registry=registry
-        )
+        self.store = StoreMetrics("leadtime_predictor", registry, clock)
         self.swaps = 0
         self.refusals = 0
-        self.store_errors = 0
 
     def watch_pool(self, pool: str, waiting_rows: Callable[[], int]) -> None:
         """Show the pool's series before anything happens to it."""
@@ -154,11 +149,3 @@ class PredictorMetrics:
     def refused(self, pool: str, reason: Refusal) -> None:
         self.refusals += 1
         self._refusals.labels(pool, reason.value).inc()
-
-    def store_failed(self) -> None:
-        self.store_errors += 1
-        self._store_errors.inc()
-
-    def store_answered(self) -> None:
-        at_ms = self._clock.monotonic_ms()
-        self._store_contact.set_function(lambda: seconds(self._clock.monotonic_ms() - at_ms))

@@ -116,7 +116,7 @@ async def test_redis_may_be_killed_come_back_empty_and_publish_anew(redis, tmp_p
         first = await publish(redis.url, bundle(1))
         await until(process.is_ready, "ready")
         await redis.kill()
-        await until(lambda: process.events("redis is away; the bundles in use stay"), "noticed")
+        await until(lambda: process.events("redis is away; what is in use stays"), "noticed")
         assert (await ask(client, rows_of(3)))[0] == first
         assert await process.is_ready()
         await redis.start()
@@ -129,7 +129,7 @@ async def test_redis_may_be_killed_come_back_empty_and_publish_anew(redis, tmp_p
 async def test_it_starts_before_redis_and_before_the_bundle(redis, tmp_path):
     await redis.stop()
     async with predictor(tmp_path, redis.url) as process:
-        await until(lambda: process.events("redis is away; the bundles in use stay"), "noticed")
+        await until(lambda: process.events("redis is away; what is in use stays"), "noticed")
         assert (await fetch(f"{process.url}/healthz"))[0] == 200
         await redis.start()
         await publish(redis.url, bundle(1))

@@ -14,12 +14,9 @@ from typing import Any, Final
 
 import structlog
 from redis.asyncio import Redis
-from redis.asyncio.client import PubSub
-from redis.exceptions import RedisError
 
 from services.router.predict.metrics import PredictMetrics
-from shared.bundle import BundleGate, BundleManifest, BundleRefusedError, Calibration, Refusal, notice_concerns, unseal
-from shared.cancellation import raise_if_cancelled
+from shared.bundle import BundleGate, BundleManifest, BundleRefusedError, Calibration, Refusal, unseal
 from shared.clock import Clock
 from shared.errors import ContractError, IntegrityError
 from shared.features import SCHEMA_HASH
@@ -31,9 +28,9 @@ from shared.names import (
     bundle_pointer_key,
     calibration_key,
 )
+from shared.store_watch import StoreWatch
 
 _MAX_CALIBRATION_BYTES: Final = 16 * 1024 * 1024
-_RECONNECT_S: Final = 0.5
 _KEPT_CALIBRATIONS: Final = 2
 
 
@@ -59,21 +56,21 @@ class BundleWatcher:
         self._calibrations: dict[str, Calibration] = {}
         self._compiled: dict[str, tuple[Calibration, tuple[str, ...], CompiledCalibration]] = {}
         self._calibration_digest = b""
-        self._redis = redis
+        self._store = StoreWatch(
+            redis, (BUNDLES_CHANNEL, CALIBRATIONS_CHANNEL), (pool,), metrics.store, clock, poll_ms=poll_ms
+        )
         self._pool = pool
         self._key = key
         self._gate = BundleGate(pool, key)
         self._metrics = metrics
         self._clock = clock
-        self._poll_ms = poll_ms
         self._log = structlog.get_logger()
         self._last_refusal: dict[str, Any] | None = None
-        self._connected = True
 
     @property
     def connected(self) -> bool:
         """Whether Redis answered when it was last asked."""
-        return self._connected
+        return self._store.connected
 
     def calibration_for(self, bundle_version: str, outputs: tuple[str, ...]) -> CompiledCalibration | None:
         """The calibration of this bundle, laid out for its outputs; None where none is here."""
@@ -88,27 +85,7 @@ class BundleWatcher:
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        while True:
-            try:
-                async with self._redis.pubsub() as notices:
-                    await notices.subscribe(BUNDLES_CHANNEL, CALIBRATIONS_CHANNEL)
-                    while True:
-                        await self.check()
-                        self._contact()
-                        await self._next_look(notices)
-            except (RedisError, OSError, TimeoutError) as error:
-                self._lost(error)
-                raise_if_cancelled()
-                await asyncio.sleep(_RECONNECT_S)
-
-    async def _next_look(self, notices: PubSub) -> None:
-        """Wait for a notice of our pool or for the poll, whichever comes first."""
-        due_ms = self._clock.monotonic_ms() + self._poll_ms
-        while (left_ms := due_ms - self._clock.monotonic_ms()) > 0:
-            raise_if_cancelled()
-            message = await notices.get_message(ignore_subscribe_messages=True, timeout=left_ms / 1e3)
-            if message is not None and notice_concerns(message["data"], (self._pool,)):
-                return
+        await self._store.run(self.check)
 
     async def check(self) -> None:
         """Read pointer and calibration once and follow them; raises what Redis raises."""
@@ -133,8 +110,8 @@ class BundleWatcher:
                 "age_s": round((now_ms - self.calibration.updated_unix_ms) / 1e3, 3),
             }
         return {
-            "redis_connected": self._connected,
-            "store_errors": self._metrics.store_errors,
+            "redis_connected": self._store.connected,
+            "store_errors": self._store.metrics.errors,
             "bundle": bundle,
             "calibration": calibration,
             "last_refused": self._last_refusal,
@@ -143,11 +120,11 @@ class BundleWatcher:
     async def _follow_bundle(self) -> None:
         version: str | None = None
         try:
-            pointer = await self._get(bundle_pointer_key(self._pool, SCHEMA_HASH))
+            pointer = await self._store.get(bundle_pointer_key(self._pool, SCHEMA_HASH))
             version = self._gate.wanted(pointer, self._clock.monotonic_ms())
             if version is None:
                 return
-            blob = await self._get(bundle_key(self._pool, SCHEMA_HASH, version))
+            blob = await self._store.get(bundle_key(self._pool, SCHEMA_HASH, version))
             model, manifest = await asyncio.to_thread(self._load, version, blob)
         except BundleRefusedError as refusal:
             self._refuse(version, refusal)
@@ -174,7 +151,7 @@ class BundleWatcher:
             self._log.warning("bundle refused", **told, serving=self._gate.version)
 
     async def _follow_calibration(self) -> None:
-        sealed = await self._get(calibration_key(self._pool))
+        sealed = await self._store.get(calibration_key(self._pool))
         if sealed is None:
             return
         digest = hashlib.blake2b(sealed, digest_size=16).digest()
@@ -195,19 +172,3 @@ class BundleWatcher:
             del self._calibrations[oldest]
             self._compiled.pop(oldest, None)
         self._metrics.calibrated(calibration.updated_unix_ms)
-
-    async def _get(self, key: str) -> bytes | None:
-        value = await self._redis.get(key)
-        return value.encode() if isinstance(value, str) else value
-
-    def _contact(self) -> None:
-        self._metrics.store_answered()
-        if not self._connected:
-            self._connected = True
-            self._log.info("redis answers again")
-
-    def _lost(self, error: Exception) -> None:
-        self._metrics.store_failed()
-        if self._connected:
-            self._connected = False
-            self._log.warning("redis is away; bundle and calibration in use stay", error=type(error).__name__)

@@ -9,6 +9,7 @@ from services.router.predict.errors import FailureReason
 from shared.bundle import Refusal
 from shared.clock import Clock
 from shared.samples import Rung
+from shared.store_watch import StoreMetrics
 from shared.telemetry import STEP_BUCKETS_S, seconds
 
 _ROW_BUCKETS: Final = (1, 4, 16, 64, 128, 256, 512, 1_024, 4_096)
@@ -94,13 +95,7 @@ class PredictMetrics:
             "Published calibrations that were not taken.",
             registry=registry,
         )
-        self._store_errors = Counter(
-            "leadtime_router_predict_store_errors_total", "Failed calls of Redis.", registry=registry
-        )
-        self._store_contact = Gauge(
-            "leadtime_router_predict_store_contact_age_seconds", "Time since Redis last answered.", registry=registry
-        )
-        self.store_errors = 0
+        self.store = StoreMetrics("leadtime_router_predict", registry, clock)
 
     def predicted(self, rung: Rung, duration_ms: float) -> None:
         self._step[rung].observe(seconds(duration_ms))
@@ -143,13 +138,6 @@ class PredictMetrics:
 
     def calibration_refused(self) -> None:
         self._calibration_refusals.inc()
-
-    def store_failed(self) -> None:
-        self.store_errors += 1
-        self._store_errors.inc()
-
-    def store_answered(self) -> None:
-        self._store_contact.set_function(self._age_of(self._clock.unix_ms()))
 
     def _age_of(self, unix_ms: float) -> Callable[[], float]:
         return lambda: seconds(self._clock.unix_ms() - unix_ms)
