@@ -34,7 +34,8 @@ import redis.asyncio
 import uvloop
 
 from bench.bundles import build
-from deploy.local.stack import Stack, StackConfig
+from deploy.local.layout import StackConfig
+from deploy.local.stack import Stack
 from services.router.predict.types import Prediction
 from services.router.request.parse import parse
 from services.router.request.tokens import TokenEstimator

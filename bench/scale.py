@@ -39,7 +39,8 @@ from prometheus_client import CollectorRegistry
 
 from bench.bundles import build
 from bench.router import PATH, body, publish_bundle, scraped, used_s
-from deploy.local.stack import Stack, StackConfig
+from deploy.local.layout import StackConfig
+from deploy.local.stack import Stack
 from services.router.core import DecisionCore
 from services.router.predict.types import Prediction
 from services.router.request.inference_request import InferenceRequest

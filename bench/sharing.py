@@ -38,9 +38,11 @@ import uvloop
 
 from bench.router import PATH, body, pool, used_s
 from deploy.local.binaries import find_binaries
+from deploy.local.children import service
+from deploy.local.layout import RouterPorts, http_url, place_simulated, simulated_endpoints
 from deploy.local.ports import LOOPBACK, Ports
+from deploy.local.probes import tcp_probe
 from deploy.local.processes import ChildSpec, Supervisor
-from deploy.local.stack import RouterPorts, http_url, place_simulated, service, simulated_endpoints, tcp_probe
 from sim.extproc_client import ExtProcClient
 
 # Name → routers, and whether they share.

@@ -37,8 +37,9 @@ from envoy.service.accesslog.v3 import als_pb2
 
 from bench.collector import METHOD, entry_message
 from bench.router import PATH, body, pool
+from deploy.local.layout import StackConfig
 from deploy.local.ports import LOOPBACK
-from deploy.local.stack import Stack, StackConfig
+from deploy.local.stack import Stack
 from shared import names
 from sim.extproc_client import ExtProcClient
 

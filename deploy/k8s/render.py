@@ -1,4 +1,4 @@
-"""Writes what these manifests take from the one Envoy config (`deploy/local/envoy.py`): `python -m deploy.k8s.render`.
+"""Writes what these manifests take from the one Envoy config (`deploy/local/envoy`): `python -m deploy.k8s.render`.
 
 - `overlays/plain-envoy/envoy.json`: the whole bootstrap; tokens come from Envoy's own environment.
 - `overlays/istio-envoyfilter/envoy-filter.yaml`, `overlays/istio/edge.yaml`: its parts as an EnvoyFilter's patches of
@@ -229,7 +229,7 @@ _Dumper.add_representer(str, _text)
 
 
 def _document(manifest: dict[str, Any]) -> str:
-    note = "# Rendered by `python -m deploy.k8s.render` from deploy/local/envoy.py: change that.\n"
+    note = "# Rendered by `python -m deploy.k8s.render` from deploy/local/envoy: change that.\n"
     return note + yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 

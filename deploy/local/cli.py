@@ -22,15 +22,17 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from deploy.local import scenario
+from deploy.local.children import unknown_variables
 from deploy.local.control import ControlError
 from deploy.local.demo import DemoOptions, run_demo
 from deploy.local.envoy import Address, parse_endpoint
+from deploy.local.layout import StackConfig, endpoint_address
 from deploy.local.ports import LOOPBACK
 from deploy.local.processes import ChildError
 from deploy.local.run_dir import new_run_dir
 from deploy.local.sample_export import export_samples
 from deploy.local.screen import Screen
-from deploy.local.stack import Stack, StackConfig, endpoint_address, unknown_variables
+from deploy.local.stack import Stack
 from deploy.local.up import UpOptions, run_up
 from services.router.discovery.endpoints import parse_endpoints
 from shared.errors import ConfigurationError, FieldError

@@ -22,10 +22,11 @@ from deploy.local import scenario
 from deploy.local.api import serve_api
 from deploy.local.control import ControlError, RouterControl, RouterStats, SimulatorControl, call
 from deploy.local.envoy import parse_endpoint
+from deploy.local.layout import StackConfig
 from deploy.local.results import PhaseOutcome, report
 from deploy.local.sample_watch import SampleWatch, watch_samples
 from deploy.local.screen import PhaseProgress, Screen
-from deploy.local.stack import Stack, StackConfig
+from deploy.local.stack import Stack
 from sim.loadgen import LoadTarget, RequestResult, send_load, summarize
 from sim.workload import WorkloadRequest
 

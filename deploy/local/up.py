@@ -17,9 +17,10 @@ import aiohttp
 
 from deploy.local.endpoint_check import Finding, inspect_all, judge
 from deploy.local.envoy import Address
+from deploy.local.layout import StackConfig, endpoint_address
 from deploy.local.ports import check_free
 from deploy.local.processes import ChildError
-from deploy.local.stack import Stack, StackConfig, endpoint_address
+from deploy.local.stack import Stack
 from shared.errors import ConfigurationError
 
 _RESTART_PAUSE_S: Final = 1.0

@@ -1,7 +1,7 @@
 """The edge to Envoy's protobuf: one `HTTPAccessLogEntry` → one plain entry. Nothing is judged here.
 
 Reads only what a label needs; headers other than content type and the probe mark aren't logged by the config that
-`deploy/local/envoy.py` renders, and a path loses its query here, so no prompt and no secret goes further.
+`deploy/local/envoy` renders, and a path loses its query here, so no prompt and no secret goes further.
 """
 
 from typing import Any, Final

@@ -96,7 +96,7 @@ class RouterSettings(ServiceSettings):
     """The same table as YAML; the two are joined, and may not both name an alias."""
     restored_routes: str = ""
     """Comma-separated beginnings of paths (`/v1/chat/,/team/`) whose responses name the model as the client did; Envoy
-    has to show their responses to the router (`deploy/local/envoy.py` renders it)."""
+    has to show their responses to the router (`deploy/local/envoy` renders it)."""
     collectors: str = ""
     """Comma-separated URLs of collectors for the samples of responses that pass through here; empty: none are made."""
     collector_token: SecretStr | None = None

@@ -13,7 +13,8 @@ import pytest_asyncio
 
 from deploy.local.api import serve_api
 from deploy.local.envoy import Address
-from deploy.local.stack import Stack, StackConfig
+from deploy.local.layout import StackConfig
+from deploy.local.stack import Stack
 from sim.spec import ProcessSpec, ServerSpec
 from tests.servers import until
 

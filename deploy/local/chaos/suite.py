@@ -39,9 +39,11 @@ from deploy.local.chaos import bundles
 from deploy.local.chaos.harm import Clock, Link
 from deploy.local.chaos.load import Fate, Load, Receipts
 from deploy.local.chaos.report import quantile
+from deploy.local.layout import StackConfig, http_url
 from deploy.local.ports import LOOPBACK, Ports
+from deploy.local.probes import tcp_probe
 from deploy.local.processes import Child, ChildSpec, Supervisor
-from deploy.local.stack import Stack, StackConfig, http_url, tcp_probe
+from deploy.local.stack import Stack
 from shared.names import DEDUP_HEADER, SAMPLES_STREAM
 from shared.samples import decode_sample
 from sim.spec import ProcessSpec, ServerSpec

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from deploy.local import stack as stack_module
+from deploy.local.layout import StackConfig
 from deploy.local.ports import LOOPBACK, Ports
-from deploy.local.stack import Stack, StackConfig
+from deploy.local.stack import Stack
 from sim.spec import ProcessSpec, ServerSpec
 
 SPEC = ProcessSpec(servers=(ServerSpec(name="s0", models=("m",), speed=50),))

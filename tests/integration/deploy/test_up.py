@@ -12,8 +12,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from deploy.local.probes import tcp_probe
 from deploy.local.processes import ChildSpec, Supervisor
-from deploy.local.stack import tcp_probe
 from sim.spec import ProcessSpec, ServerSpec
 from tests.servers import free_port, until
 

@@ -5,21 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from deploy.local.children import common_environment, envoy_config, overridden, service, unknown_variables
 from deploy.local.envoy import Address
-from deploy.local.ports import Ports
-from deploy.local.stack import (
+from deploy.local.layout import (
     Addresses,
     StackConfig,
-    common_environment,
     endpoint_address,
-    envoy_config,
-    overridden,
     place_simulated,
     reserve_addresses,
-    service,
     simulated_endpoints,
-    unknown_variables,
 )
+from deploy.local.ports import Ports
 from shared.errors import ConfigurationError, FieldError
 from sim.spec import ProcessSpec, ServerSpec
 
