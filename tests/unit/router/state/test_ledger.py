@@ -235,6 +235,64 @@ def test_a_counter_that_starts_again_is_a_new_base():
     assert bed.seen(500.0)[0] == 0
 
 
+def test_a_request_heard_of_after_the_scrape_that_counted_its_first_token_is_not_awaited_again():
+    bed = Bed()
+    bed.scrape(0.0, 0, 0, first_tokens=10)
+    bed.scrape(100.0, 0, 1, first_tokens=11)  # a peer's, dispatched at 30 and not known here yet
+    bed.add("late", 30.0)
+    assert bed.seen(110.0)[0] == 0
+    bed.add("b", 150.0, ttft_ms=1_000.0)
+    bed.scrape(300.0, 0, 2, first_tokens=11)
+    assert bed.seen(300.0)[0] == 1
+    bed.scrape(500.0, 0, 2, first_tokens=12)
+    assert bed.seen(500.0)[0] == 0
+
+
+def test_a_request_heard_of_after_the_scrape_that_saw_it_wait_is_awaited_once():
+    bed = Bed()
+    bed.scrape(0.0, 0, 0, first_tokens=10)
+    bed.add("a", 10.0, ttft_ms=90.0)
+    bed.scrape(100.0, 1, 1, first_tokens=11)  # a's first token; who waits is a peer's, dispatched at 50
+    bed.add("late", 50.0, ttft_ms=200.0)
+    bed.scrape(200.0, 0, 2, first_tokens=11)
+    assert bed.seen(200.0)[0] == 1
+    bed.scrape(300.0, 0, 2, first_tokens=12)
+    assert bed.seen(300.0)[0] == 0
+
+
+def test_requests_that_a_joining_router_hears_of_are_where_their_time_says():
+    bed = Bed()
+    bed.scrape(5_000.0, 0, 3, first_tokens=902)
+    for number in range(2):
+        bed.add(f"decoding {number}", 1_000.0 + number)
+    bed.add("in prefill", 4_000.0, ttft_ms=4_000.0)
+    assert bed.seen(5_010.0)[0] == 1
+    bed.scrape(5_200.0, 0, 3, first_tokens=902)
+    assert bed.seen(5_200.0)[0] == 1
+    bed.scrape(5_400.0, 0, 3, first_tokens=903)
+    assert bed.seen(5_400.0)[0] == 0
+
+
+def test_a_first_token_too_many_is_not_kept_in_mind_for_long():
+    bed = Bed()
+    bed.scrape(0.0, 0, 0, first_tokens=10)
+    bed.scrape(100.0, 0, 1, first_tokens=11)  # somebody else's
+    bed.scrape(700.0, 0, 1, first_tokens=11)
+    bed.add("a peer's", 690.0, ttft_ms=300.0)
+    bed.scrape(800.0, 0, 2, first_tokens=11)
+    assert bed.seen(800.0)[0] == 1
+
+
+def test_an_older_scrape_that_is_told_after_a_newer_one_changes_nothing():
+    bed = Bed()
+    bed.scrape(0.0, 0, 0, first_tokens=10)
+    bed.add("a", 10.0, ttft_ms=500.0)
+    bed.scrape(200.0, 0, 1, first_tokens=11)
+    bed.scrape(90.0, 0, 1, first_tokens=10)
+    bed.scrape(300.0, 0, 1, first_tokens=11)
+    assert bed.seen(300.0)[0] == 0
+
+
 def test_scrapes_probes_and_lists_leave_the_in_flight_count_alone():
     bed = Bed()
     for number in range(10):
