@@ -34,7 +34,9 @@ from services.trainer.train import (
     LOG_SCALE_HIGH,
     LOG_SCALE_LOW,
     OUT_OF_RANGE_WIDENING,
+    REACH_FADE_LOG,
     RESIDUAL_CLIP,
+    ZERO,
     LatencyModel,
     TargetModel,
 )
@@ -177,10 +179,16 @@ def _write(
     widening = graph.op("Add", stretch, graph.constant(OUT_OF_RANGE_WIDENING))
 
     residual = ensembles([target.residual for target in targets], trees)
-    log_p50 = _log_base(graph, targets, code)
+    log_base = _log_base(graph, targets, code)
+    own = graph.constant([target.shift for target in targets])
     if residual is not None:
         clip = graph.constant(-RESIDUAL_CLIP), graph.constant(RESIDUAL_CLIP)
-        log_p50 = graph.op("Add", log_p50, graph.op("Clip", residual, *clip))
+        own = graph.op("Add", graph.op("Clip", residual, *clip), own)
+    beyond = graph.op("Sub", log_base, graph.constant([target.edge.log_reach for target in targets]))
+    beyond = graph.op("Clip", beyond, graph.constant(ZERO), graph.constant(REACH_FADE_LOG))
+    beyond = graph.op("Div", beyond, graph.constant(REACH_FADE_LOG))
+    lack = graph.op("Sub", graph.constant([target.edge.log_factor for target in targets]), own)
+    log_p50 = graph.op("Add", log_base, graph.op("Add", own, graph.op("Mul", beyond, lack)))
     log_scale = ensembles([target.spread for target in targets], trees)
     if log_scale is None:
         spread = graph.op("MatMul", widening, graph.constant(np.ones((1, count))))
@@ -198,7 +206,7 @@ def _write(
 
 
 def _log_base(graph: _Graph, targets: Sequence[TargetModel], code: str) -> str:
-    """Log of every target's base, shift added: float32 (N, T). The targets' bases lie side by side in one."""
+    """Log of every target's base: float32 (N, T). The targets' bases lie side by side in one."""
     bases = [target.base for target in targets]
     sides = []
     for side in ("left", "right"):
@@ -218,7 +226,7 @@ def _log_base(graph: _Graph, targets: Sequence[TargetModel], code: str) -> str:
     owner = np.repeat(np.arange(len(bases)), [len(base.basis) for base in bases])
     total = graph.op("MatMul", products, graph.constant(owner[:, None] == np.arange(len(bases))))
     total = graph.op("Max", total, graph.constant([base.floor_ms for base in bases]))
-    return graph.op("Add", graph.op("Log", total), graph.constant([target.shift for target in targets]))
+    return graph.op("Log", total)
 
 
 def serialize(model: onnx.ModelProto, metadata: Mapping[str, str]) -> bytes:

@@ -3,9 +3,10 @@
 Per target: `p50 = base(x) · exp(clip(trees(x), ±1.5) + shift)`, `p90 = p50 · exp(q90 · scale(x))`. The base is least
 squares with weight 1/√y (1/y makes it ignore the tail: −55 % beyond the trained backlog against +0.3 %), one row of
 coefficients per hardware class that has samples enough, a scaled pooled row for one that has few, the pooled row for
-the unknown; below 500 rows it leans on the physics prior as far as that is right. Trees fit the log residual and are
-held, not tapered, outside of what they saw. A second small booster fits log |residual|; q90 and q99 are conformal
-quantiles of residual/scale on rows that neither booster saw.
+the unknown; below 500 rows it leans on the physics prior as far as that is right. Trees fit the log residual. Towards
+the largest bases and beyond, where they would hold the error of a burst or two, they give way to one factor, the
+`edge`. A second small booster fits log |residual|; q90 and q99 are conformal quantiles of residual/scale on rows that
+neither booster saw.
 
 `LatencyModel.predict` is the native reference that an exported graph must match. Everything in it is float32: hist
 thresholds are values of the data, and comparing them in float64 changed 59 % of rows.
@@ -14,7 +15,7 @@ Limits: NaN never enters a tree. One booster per output: multi-quantile and log-
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -38,6 +39,14 @@ LOG_SCALE_LOW: Final = np.float32(-4.0)
 LOG_SCALE_HIGH: Final = np.float32(1.0)
 LOG_LATENCY_HIGH: Final = np.float32(18.27)  # one day, the largest label a sample may have
 OUT_OF_RANGE_WIDENING: Final = np.float32(1.5)
+# Where a row's base is among the highest fifth the trees begin to give way; at twice that nothing of them is left.
+REACH_SHARE: Final = 0.8
+REACH_FADE_LOG: Final = np.float32(np.log(2.0))
+# Of the highest fifth of the bases, the ratio of what came in all to what the base says in all: the mean, since errors
+# are skewed where latencies are short, and not in a long queue.
+EDGE_SHARE: Final = 0.8
+EDGE_MIN_ROWS: Final = 100
+ZERO: Final = np.float32(0)
 HARDWARE_CODES: Final = 256
 QR_BLOCK_ROWS: Final = 2048
 FOLDS: Final = 4
@@ -106,22 +115,33 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
+class Edge:
+    """Where what was seen ends, as a log of the base in ms, and the log of the factor on the base well beyond."""
+
+    log_reach: np.float32
+    log_factor: np.float32
+
+
+@dataclass(frozen=True, slots=True)
 class TargetModel:
-    """One target's base, boosters (None where rows were too few) and conformal numbers."""
+    """One target's base, boosters (None where rows were too few), its edge and conformal numbers."""
 
     base: Base
     residual: xgb.Booster | None
-    spread: xgb.Booster | None
-    shift: np.float32
-    q90: np.float32
-    q99: np.float32
+    edge: Edge
+    spread: xgb.Booster | None = None
+    shift: np.float32 = ZERO
+    q90: np.float32 = ZERO
+    q99: np.float32 = ZERO
 
     def log_p50(self, rows: FloatMatrix, trees: FloatMatrix) -> FloatMatrix:
         """Natural log of the median, float32 (n,); `trees` is `tree_matrix(rows)`."""
-        value = np.log(self.base.predict(rows)) + self.shift
+        log_base = np.log(self.base.predict(rows))
+        own = np.full(len(rows), self.shift)
         if self.residual is not None:
-            value = value + np.clip(_ask(self.residual, trees), -RESIDUAL_CLIP, RESIDUAL_CLIP)
-        return np.asarray(value, np.float32)
+            own = np.clip(_ask(self.residual, trees), -RESIDUAL_CLIP, RESIDUAL_CLIP) + own
+        beyond = np.clip(log_base - self.edge.log_reach, ZERO, REACH_FADE_LOG) / REACH_FADE_LOG
+        return np.asarray(log_base + (own + beyond * (self.edge.log_factor - own)), np.float32)
 
     def scale(self, trees: FloatMatrix) -> FloatMatrix:
         """Relative spread, float32 (n,)."""
@@ -262,8 +282,7 @@ def fit_target(
         # Conformal rows are drawn by lot and seen by no part of the model.
         apart = rng.random(len(rows)) < options.calibration_fraction
         kept = ~apart
-        base, residual = _fit_median(target, rows[kept], trees[kept], y_ms[kept], weights[kept], options)
-        bare = TargetModel(base, residual, None, np.float32(0), np.float32(0), np.float32(0))
+        bare = _fit_median(target, rows[kept], trees[kept], y_ms[kept], weights[kept], options)
         errors = _log_errors(bare, rows, trees, y_ms)
         spread = _boost(
             trees[kept],
@@ -275,14 +294,14 @@ def fit_target(
             leaf_rows=options.spread_leaf_rows,
             options=options,
         )
-        scale = TargetModel(base, residual, spread, np.float32(0), np.float32(0), np.float32(0)).scale(trees[apart])
+        scale = replace(bare, spread=spread).scale(trees[apart])
         judged, judged_weights = errors[apart], weights[apart]
     else:
-        base, residual = _fit_median(target, rows, trees, y_ms, weights, options)
+        bare = _fit_median(target, rows, trees, y_ms, weights, options)
         judged = _out_of_fold(target, rows, trees, y_ms, weights, options, rng)
         spread, scale, judged_weights = None, np.ones(len(rows), np.float32), weights
     shift, q90, q99 = conformal(judged, scale, judged_weights)
-    return TargetModel(base, residual, spread, shift, q90, q99)
+    return replace(bare, spread=spread, shift=shift, q90=q90, q99=q99)
 
 
 def _fit_median(
@@ -292,20 +311,23 @@ def _fit_median(
     y_ms: npt.NDArray[np.float32],
     weights: npt.NDArray[np.float32],
     options: FitOptions,
-) -> tuple[Base, xgb.Booster | None]:
+) -> TargetModel:
+    """Base, trees and edge; no spread yet."""
     base = fit_base(basis_of(target), rows, y_ms, weights, options)
     if options.prior is not None and len(rows) < options.prior_rows:
         base = _blended(prior_base(target, options.prior), base, rows, y_ms, weights, options)
+    based = base.predict(rows)
+    edge = edge_of(based, y_ms, weights)
     if len(rows) < options.tree_min_rows:
-        return base, None
-    residual = np.log(y_ms) - np.log(base.predict(rows))
+        return TargetModel(base, None, edge)
+    residual = np.log(y_ms) - np.log(based)
     # A few hundred rows can't carry as many trees as thousands.
     rounds = min(options.rounds, max(1, len(rows) // options.rows_per_round))
     # Out of range the last leaf is held: of TPOT, where single kernels have bumps, it is the mean of many rows.
     share_rows = int(options.leaf_share * len(rows))
     leaf_rows = max(1, share_rows if target == "tpot" else min(options.leaf_rows, share_rows))
-    # Rows at the edge of the range come from a burst or two and err together: a leaf of them alone, held beyond, would
-    # carry that on. Against the base alone it is believed as far as its rows go.
+    # Rows at the edge of the range come from a burst or two and err together: against the base alone a leaf of them is
+    # believed as far as its rows go.
     booster = _boost(
         trees,
         residual,
@@ -317,7 +339,17 @@ def _fit_median(
         options=options,
         doubt_rows=min(options.doubt_rows, options.doubt_share * len(rows)),
     )
-    return base, booster
+    return TargetModel(base, booster, edge)
+
+
+def edge_of(base_ms: FloatMatrix, y_ms: npt.NDArray[np.float32], weights: npt.NDArray[np.float32]) -> Edge:
+    """The edge of n rows by their bases, float32 (n,); one that is out of reach where they are too few."""
+    high = base_ms >= weighted_quantile(base_ms, weights, EDGE_SHARE)
+    if np.count_nonzero(high) < EDGE_MIN_ROWS:
+        return Edge(LOG_LATENCY_HIGH, ZERO)
+    came, said = (float(np.dot(weights[high], values[high])) for values in (y_ms, base_ms))
+    reach = weighted_quantile(base_ms, weights, REACH_SHARE)
+    return Edge(np.float32(np.log(reach)), np.float32(np.log(came / said)))
 
 
 def _blended(
@@ -399,8 +431,7 @@ def _out_of_fold(
         return errors
     for fold in range(int(folds.max()) + 1):
         out = folds == fold
-        base, residual = _fit_median(target, rows[~out], trees[~out], y_ms[~out], weights[~out], options)
-        model = TargetModel(base, residual, None, np.float32(0), np.float32(0), np.float32(0))
+        model = _fit_median(target, rows[~out], trees[~out], y_ms[~out], weights[~out], options)
         errors[out] = _log_errors(model, rows[out], trees[out], y_ms[out])
     return errors
 
