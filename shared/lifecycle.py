@@ -26,9 +26,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.routing import Route
 
 from shared import settings as settings_module
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, reason_of
+from shared.faults import in_words
 from shared.settings import ServiceSettings, is_loopback
 from shared.telemetry import configure_logging
 from shared.watchdog import Watchdog
@@ -136,10 +138,27 @@ def probe_app(service: str, readiness: Readiness, registry: CollectorRegistry) -
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
+    @app.exception_handler(405)
+    async def wrong_method(request: Request, _: Exception) -> JSONResponse:
+        path = request.url.path
+        routes = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
+        allowed = ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+        detail = f"method: found {request.method[:16]}; allowed: {allowed}"
+        return JSONResponse({"detail": detail}, status_code=405, headers={"allow": allowed})
+
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         # FastAPI's own answer repeats what was sent, and fails (500) where that isn't text.
-        faults = [{"field": ".".join(map(str, fault["loc"])), "message": fault["msg"]} for fault in error.errors()]
+        found = error.errors()
+        if any(tuple(fault["loc"]) == ("body",) and fault["type"] != "missing" for fault in found):
+            # A body of another type isn't read: a browser sends those to loopback for any page that asks it to.
+            kind = request.headers.get("content-type", "").partition(";")[0].strip()
+            if kind != "application/json":
+                message = f"found {kind[:64] or 'none'}; allowed: application/json"
+                return JSONResponse({"detail": [{"field": "content-type", "message": message}]}, status_code=415)
+        body = getattr(request.scope.get("route"), "body_field", None)
+        model = getattr(getattr(body, "field_info", None), "annotation", None)
+        faults = [{"field": field, "message": message} for field, message in in_words(found, model, skip=1)]
         return JSONResponse({"detail": faults}, status_code=422)
 
     return app
@@ -200,7 +219,7 @@ async def serve_http(app: Any, host: str, port: int, *, grace_s: float = 3.0) ->
     try:
         listener = socket.create_server((host.strip("[]"), port), family=family, backlog=1024)
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+        reason = reason_of(error) if error.errno and error.errno > 0 else error
         raise ConfigurationError(f"HTTP_HOST, HTTP_PORT: can't listen on {host}, port {port}: {reason}") from None
     bound: tuple[str, int] = listener.getsockname()[:2]
     config = uvicorn.Config(

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from shared.errors import FieldError
+from shared.faults import of_message
 from shared.features import FloatMatrix
 from shared.names import POOL_PATTERN
 
@@ -55,7 +56,7 @@ def decode_request(body: bytes) -> PredictRequest:
     try:
         request = _request_decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise FieldError("body", str(error), "{pool: text, schema: text, rows: [[number, …], …]}") from None
+        raise of_message(error, "body", PredictRequest.__struct_fields__) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FieldError("body", f"{len(body)} bytes that are not JSON ({error})", "a JSON object") from None
     check_header(request.pool, request.schema)

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from shared.errors import FieldError
+from shared.faults import of_message
 from shared.features import SCHEMA, FloatMatrix
 
 DECISION_VERSION: Final = 1
@@ -200,7 +201,7 @@ def decode_sample(data: bytes) -> LatencySample:
     try:
         sample = _sample_decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise FieldError("sample", str(error), "a LatencySample") from None
+        raise of_message(error, "sample") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the last: nested thousands deep
         raise FieldError(
             "sample", f"{len(data)} bytes that are not JSON ({error})", "a LatencySample as JSON"

@@ -11,6 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from shared.errors import FieldError
+from shared.faults import of_message
 from shared.samples import TEXT_LIMITS, LatencySample
 
 
@@ -84,7 +85,7 @@ def decode_unsampled(data: bytes) -> Unsampled:
     try:
         end = _decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise FieldError("unsampled", str(error), "how a request ended") from None
+        raise of_message(error, "unsampled") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FieldError("unsampled", f"{len(data)} bytes that are not JSON ({error})", "JSON") from None
     for name, text in (("decision_id", end.decision_id), ("endpoint", "-" if end.endpoint is None else end.endpoint)):

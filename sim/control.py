@@ -13,7 +13,8 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from sim.http_edge import DateClock, Exchange, HttpProtocol, HttpRequest
+from shared.faults import in_words
+from sim.http_edge import DateClock, Exchange, HttpProtocol, HttpRequest, ListenError
 from sim.model_server import ModelServer
 from sim.openai_api import error_body
 from sim.real_time import LatenessRecorder
@@ -35,9 +36,12 @@ class ControlApi:
         self.port = 0
 
     async def start(self, port: int) -> None:
-        self._listener = await self._loop.create_server(
-            lambda: HttpProtocol(self._handle, self._clock, self._connections), CONTROL_HOST, port
-        )
+        try:
+            self._listener = await self._loop.create_server(
+                lambda: HttpProtocol(self._handle, self._clock, self._connections), CONTROL_HOST, port
+            )
+        except OSError as error:
+            raise ListenError("the control API", CONTROL_HOST, port, error) from None
         self.port = self._listener.sockets[0].getsockname()[1]
 
     def close(self) -> None:
@@ -71,10 +75,9 @@ class ControlApi:
         try:
             faults = Faults.model_validate_json(body or b"{}")
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}" for problem in error.errors()
-            )
-            exchange.respond(400, error_body(400, "BadRequestError", problems))
+            problems = in_words(error.errors(), Faults)
+            told = "; ".join(f"{field}: {problem}" for field, problem in problems)
+            exchange.respond(400, error_body(400, "BadRequestError", told, problems[0][0]))
             return
         server.set_faults(faults)
         self._run(server.apply_listening, exchange)

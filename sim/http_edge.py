@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import httptools
 
+from shared.errors import reason_of
 from sim.openai_api import error_body
 
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
@@ -28,6 +29,13 @@ MAX_UNSENT_BYTES: Final = 16 * 1024 * 1024
 JSON_TYPE: Final = b"application/json"
 
 _logger = logging.getLogger("sim.http")
+
+
+class ListenError(OSError):
+    """Nobody can listen there; names who wanted to, where, and why not."""
+
+    def __init__(self, who: str, host: str, port: int, cause: OSError) -> None:
+        super().__init__(f"{who}: can't listen on {host}, port {port}: {reason_of(cause)}")
 
 
 class HttpRequest:

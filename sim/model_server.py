@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from sim.engine import Engine, EngineRequest, FinishReason, RequestState, StepResult
 from sim.exposition import VllmMetrics
-from sim.http_edge import JSON_TYPE, DateClock, Exchange, HttpProtocol, HttpRequest
+from sim.http_edge import JSON_TYPE, DateClock, Exchange, HttpProtocol, HttpRequest, ListenError
 from sim.kv_events import KvEventPublisher
 from sim.openai_api import (
     DONE_EVENT,
@@ -262,7 +262,7 @@ class ModelServer:
             except OSError as error:
                 # The loop closes a listener's socket a few turns after its close().
                 if error.errno != errno.EADDRINUSE or turns == _CLOSING_TURNS:
-                    raise
+                    raise ListenError(f"server {self.spec.name}", self.spec.host, self.port, error) from None
                 turns += 1
                 await asyncio.sleep(0)
         self.port = self._reserved.getsockname()[1]

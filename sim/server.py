@@ -15,6 +15,8 @@ import orjson
 import uvloop
 from pydantic import ValidationError
 
+from shared.errors import reason_of
+from shared.faults import in_words
 from sim.control import CONTROL_HOST, ControlApi
 from sim.model_server import ModelServer
 from sim.spec import ProcessSpec
@@ -75,11 +77,21 @@ def main(arguments: list[str] | None = None) -> int:
     path = parser.parse_args(arguments).spec
     try:
         raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        uvloop.run(_run(ProcessSpec.model_validate_json(raw)))
-    except (OSError, ValidationError) as error:
-        sys.stderr.write(f"sim.server: {error}\n")
-        return 2
+        spec = ProcessSpec.model_validate_json(raw)
+    except OSError as error:
+        return _refused(f"--spec {path}: can't be read ({reason_of(error)})")
+    except ValidationError as error:
+        return _refused(*(f"--spec: {field}: {fault}" for field, fault in in_words(error.errors(), ProcessSpec)))
+    try:
+        uvloop.run(_run(spec))
+    except OSError as error:
+        return _refused(str(error))
     return 0
+
+
+def _refused(*faults: str) -> int:
+    sys.stderr.writelines(f"sim.server: {fault}\n" for fault in faults)
+    return 2
 
 
 if __name__ == "__main__":

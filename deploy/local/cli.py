@@ -36,6 +36,7 @@ from deploy.local.stack import Stack
 from deploy.local.up import UpOptions, run_up
 from services.router.discovery.endpoints import parse_endpoints
 from shared.errors import ConfigurationError, FieldError
+from shared.names import validate_pool
 from shared.settings import NatsSettings, is_loopback
 
 app = typer.Typer(
@@ -133,6 +134,7 @@ def up(
         api_address = parse_endpoint(api) if api else None
     if not Address(host, port).is_ip:
         raise typer.BadParameter(f"found '{host}'; allowed: an IP address of this machine", param_hint="--host")
+    _refuse_unknown_profile(profile)
     if not is_loopback(host):
         console.print(f"{host}: whoever reaches this address can use your servers; Envoy asks for no key")
     options = UpOptions(
@@ -182,10 +184,12 @@ def evaluate_command(
         _refuse_unwritable(json_file.absolute(), "--json")
     try:
         evaluations = evaluate.evaluate_logs(log, profile, confidence)
-    except (ConfigurationError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="LOG, --profile") from None
+    except ConfigurationError as error:
+        raise typer.BadParameter(str(error), param_hint="--profile") from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="LOG") from None
     for evaluation in evaluations:
-        console.print(evaluate.table_of(evaluation))
+        console.print(evaluate.report_of(evaluation), highlight=False, markup=False)
         if evaluation.without_outcome:
             console.print(f"{evaluation.without_outcome} decisions have no outcome in these files")
         if evaluation.shed:
@@ -215,6 +219,8 @@ def samples_command(
         settings = NatsSettings(servers=nats)
     except ValidationError as error:
         raise typer.BadParameter(str(error.errors()[0]["msg"]), param_hint="--nats") from None
+    with _refusing("--pool"):
+        validate_pool(pool)
 
     async def export() -> int:
         written = await export_samples(settings, pool, file)
@@ -300,7 +306,7 @@ def replay_command(
         replay.write_report(report, json_file, svg_file)
     except (ConfigurationError, OSError) as error:
         sys.stderr.write(f"leadtime: {error}\n")
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, ConfigurationError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -352,6 +358,20 @@ def _refuse_unwritable(file: Path, argument: str) -> None:
         raise typer.BadParameter(f"there is no directory {file.parent}", param_hint=argument)
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise typer.BadParameter(f"{file} can't be written", param_hint=argument)
+
+
+def _refuse_unknown_profile(profile: str | None) -> None:
+    """Before a stack is started for it. A profile file may add a name: the router reads it, and refuses by itself."""
+    if profile is None or "LEADTIME_ROUTER_PROFILE_FILE" in os.environ:
+        return
+    # numpy and the policies: a command that names none need not wait.
+    from services.router.scheduling.profile import Profiles, load_presets  # noqa: PLC0415
+    from services.router.scheduling.registry import Registry  # noqa: PLC0415
+
+    try:
+        Profiles(load_presets(Registry())).get(profile)
+    except ConfigurationError as error:
+        raise typer.BadParameter(str(error), param_hint="--profile") from None
 
 
 def _refuse_unknown_variables() -> None:

@@ -1,4 +1,4 @@
-"""`leadtime evaluate`: a decision log and profiles → what each would have earned, as a table and as JSON."""
+"""`leadtime evaluate`: a decision log and profiles → what each would have earned, as text and as JSON."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,15 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from services.router.offpolicy.estimate import Estimate
 from services.router.offpolicy.evaluation import Evaluation, Metric, evaluate_profile
 from services.router.offpolicy.log import LoggedDecision, LoggedOutcome, join, read_lines
 from services.router.scheduling.profile import Profile, Profiles, load_presets
 from services.router.scheduling.profile_file import load_profile_file
 from services.router.scheduling.registry import Registry
-from shared.errors import FieldError
+from shared.errors import FieldError, reason_of
 
 
 def read_logs(paths: Sequence[Path]) -> Iterator[LoggedDecision | LoggedOutcome]:
@@ -24,7 +22,9 @@ def read_logs(paths: Sequence[Path]) -> Iterator[LoggedDecision | LoggedOutcome]
             with path.open("rb") as lines:
                 yield from read_lines(lines, str(path))
         except OSError as error:
-            raise FieldError(str(path), type(error).__name__, "a decision log, or samples") from None
+            raise FieldError(
+                str(path), f"a file that can't be read ({reason_of(error)})", "a decision log, or samples"
+            ) from None
 
 
 def profiles_of(wanted: Sequence[str]) -> tuple[Profiles, tuple[str, ...]]:
@@ -67,31 +67,27 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def table_of(evaluation: Evaluation) -> Table:
-    """One profile's estimates."""
-    table = Table(
-        title=f"{evaluation.profile}: {evaluation.decisions} decisions, agrees with {evaluation.agreed:.0%} of them"
-    )
-    for heading in ("metric", "rows", "as logged", "estimate (DR)", "difference", "SNIPS", "effective rows", "covered"):
-        table.add_column(heading, justify="left" if heading == "metric" else "right")
+def report_of(evaluation: Evaluation) -> str:
+    """One profile's estimates, a block a metric: no line is longer than a narrow terminal."""
+    lines = [f"{evaluation.profile}: {evaluation.decisions} decisions, agrees with {evaluation.agreed:.0%} of them"]
     for metric, verdict in evaluation.metrics.items():
-        table.add_row(
-            metric.value,
-            str(verdict.rows),
-            _shown(verdict.logged, metric),
-            _shown(verdict.dr, metric),
-            _shown(verdict.difference, metric),
-            _shown(verdict.snips, metric),
-            f"{verdict.effective_rows:.0f}",
-            f"{verdict.covered:.0%}",
+        carried = f"{verdict.effective_rows:.0f} effective, {verdict.covered:.0%} covered"
+        lines.append(f"  {metric.value}: {verdict.rows} rows, {carried}")
+        estimates = (
+            ("as logged", verdict.logged),
+            ("estimate (DR)", verdict.dr),
+            ("difference", verdict.difference),
+            ("SNIPS", verdict.snips),
         )
-    return table
+        digits = 3 if metric is Metric.GOODPUT else 1
+        lines += [f"    {name:<13}  {_shown(estimate, digits)}" for name, estimate in estimates]
+    return "\n".join(lines)
 
 
-def _shown(estimate: Estimate, metric: Metric) -> str:
+def _shown(estimate: Estimate, digits: int) -> str:
     if not math.isfinite(estimate.value):
-        return "unknown"
-    digits = 3 if metric is Metric.GOODPUT else 1
+        return f"{'unknown':>10}"
+    value = f"{estimate.value:>10.{digits}f}"
     if not math.isfinite(estimate.low):
-        return f"{estimate.value:.{digits}f}"
-    return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
+        return value
+    return f"{value}  [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"

@@ -49,9 +49,7 @@ def parse_loads(text: str) -> tuple[float, ...]:
         except ValueError:
             load = 0.0
         if not 0.0 < load <= MAX_LOAD:
-            raise FieldError(
-                "--load", f"'{item.strip()[:32]}'", f"shares of the capacity above 0, at most {MAX_LOAD:g}"
-            )
+            raise FieldError("load", f"'{item.strip()[:32]}'", f"shares of the capacity above 0, at most {MAX_LOAD:g}")
         loads.append(load)
     return tuple(loads)
 
@@ -107,14 +105,14 @@ def replay(command: ReplayCommand, told: Callable[[str], None]) -> dict[str, Any
 
 def table(report: dict[str, Any]) -> str:
     """The report's runs as text."""
-    head = ("load", "policy", "TTFT p50", "p90", "p99", "TPOT p90", "e2e mean", "goodput", "cached")
+    head = ("load", "policy", "TTFT p50", "p90", "p99", "TPOT p90", "e2e", "goodput", "cached")
     lines = [head, *(_cells(row) for row in report["runs"])]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     text = [
         "  ".join(cell.ljust(width) if column == 1 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
         for pairs in (list(zip(line, widths, strict=True)) for line in lines)
     ]
-    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:], "", "latencies in ms, e2e: the mean"])
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -128,7 +126,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _share(value: float | None) -> str:

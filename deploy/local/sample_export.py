@@ -11,7 +11,7 @@ import nats
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import NotFoundError
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, reason_of
 from shared.names import SAMPLES_STREAM, samples_subject
 from shared.settings import NatsSettings
 
@@ -25,13 +25,17 @@ async def _silent(error: Exception) -> None:
     del error
 
 
+def _said(error: Exception) -> str:
+    return reason_of(error) if isinstance(error, OSError) else str(error) or type(error).__name__
+
+
 async def export_samples(settings: NatsSettings, pool: str, file: Path) -> int:
     """Write them, oldest first; how many. Raises ConfigurationError where NATS or the stream isn't there."""
     options = settings.connect_options() | {"allow_reconnect": False, "max_reconnect_attempts": 1, "error_cb": _silent}
     try:
         client = await nats.connect(**options, name="leadtime-samples")
     except (OSError, nats.errors.Error, TimeoutError) as error:
-        raise ConfigurationError(f"nats {settings.servers}: can't be reached ({type(error).__name__})") from None
+        raise ConfigurationError(f"nats {settings.servers}: can't be reached ({_said(error)})") from None
     written = 0
     try:
         stream = client.jetstream(timeout=_ANSWER_S)
@@ -56,7 +60,7 @@ async def export_samples(settings: NatsSettings, pool: str, file: Path) -> int:
                     out.write(message.data + b"\n")
                     written += 1
     except (nats.errors.Error, TimeoutError, OSError) as error:
-        raise ConfigurationError(f"nats {settings.servers}: the export broke off ({type(error).__name__})") from None
+        raise ConfigurationError(f"nats {settings.servers}: the export broke off ({_said(error)})") from None
     finally:
         await client.close()
     return written

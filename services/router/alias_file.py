@@ -1,29 +1,27 @@
 """The operator's table of model aliases: from a setting and from a YAML file, as one. Edge: reads a file, at start."""
 
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Final
 
 from services.router.request.aliases import AliasTable
-from shared.errors import FieldError
+from services.router.yaml_file import read_yaml
+from shared.errors import FieldError, kind_of
+
+_ALLOWED: Final = "a table: alias → model, or models by weight"
 
 
 def alias_table(given: AliasTable, file: Path | None) -> AliasTable:
     """Both tables joined; raises FieldError for a file that isn't one, or an alias that both have."""
     if file is None:
         return given
-    try:
-        document: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        raise FieldError("model_aliases_file", "text that isn't YAML", "a table of aliases") from None
+    document = read_yaml(file, "model_aliases_file", _ALLOWED)
     if not isinstance(document, dict):
-        raise FieldError("model_aliases_file", type(document).__name__, "a table: alias → model, or models by weight")
+        raise FieldError("model_aliases_file", kind_of(document), _ALLOWED)
     for alias, targets in document.items():
         if not _is_entry(alias, targets):
             raise FieldError(
                 f"model_aliases_file.{str(alias)[:64]}",
-                type(targets).__name__,
+                kind_of(targets),
                 "a model's name, or a table of names and whole numbers",
             )
         if alias in given:

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from services.router.request.objectives import Objectives, objective_table
-from shared.errors import FieldError
+from services.router.yaml_file import read_yaml
+from shared.errors import FieldError, kind_of
 
 _FIELD: Final = "objectives_file"
+_ALLOWED: Final = "a table with objectives, models or both"
 _SECTIONS: Final = ("objectives", "models")
 
 
@@ -33,15 +33,12 @@ def read_objectives(by_name: Mapping[str, Any], by_model: Mapping[str, Any], fil
 
 
 def _document(file: Path) -> dict[str, dict[str, Any]]:
-    try:
-        document: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise FieldError(_FIELD, f"a file that can't be read ({type(error).__name__})", "YAML") from None
+    document = read_yaml(file, _FIELD, _ALLOWED)
     if not isinstance(document, dict):
-        raise FieldError(_FIELD, type(document).__name__, "a table with objectives, models or both")
+        raise FieldError(_FIELD, kind_of(document), _ALLOWED)
     for section, table in document.items():
         if section not in _SECTIONS:
             raise FieldError(f"{_FIELD}.{str(section)[:64]}", "an unknown key", ", ".join(_SECTIONS))
         if not isinstance(table, dict):
-            raise FieldError(f"{_FIELD}.{section}", type(table).__name__, "a table")
+            raise FieldError(f"{_FIELD}.{section}", kind_of(table), "a table")
     return document

@@ -21,11 +21,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shared.errors import ConfigurationError, FieldError
+from shared.errors import ConfigurationError, FieldError, kind_of
+from shared.faults import of_message
 from shared.samples import LatencySample, Outcome, decode_sample
 from sim.workload import LLM_D_SCENARIOS, MOONCAKE_BLOCK_TOKENS
 
 MAX_TOKENS: Final = 262_144
+MAX_SLO_MS: Final = 86_400_000.0
 _MOONCAKE_TICK_MS: Final = 3_000.0
 _THINNED_SHARE: Final = 0.05
 _MODEL: Final = "replayed"
@@ -221,16 +223,26 @@ def read_own(path: Path, seed: int, count: int) -> Trace:
             break
         try:
             row = decoder.decode(line)
+        except msgspec.ValidationError as error:
+            raise TraceError(
+                str(of_message(error, f"{path.name} line {number}: row", _OwnRow.__struct_fields__))
+            ) from None
         except msgspec.MsgspecError as error:
-            raise TraceError(f"{path.name} line {number}: {error}") from None
-        for name in ("input_tokens", "output_tokens"):
-            if not 1 <= getattr(row, name) <= MAX_TOKENS:
+            raise TraceError(f"{path.name} line {number}: not JSON: {error}") from None
+        for name in ("input_tokens", "output_tokens", "max_tokens"):
+            value = getattr(row, name)
+            if value is not None and not 1 <= value <= MAX_TOKENS:
+                raise TraceError(f"{path.name} line {number}: {name}: found {value}; allowed: 1 to {MAX_TOKENS}")
+        if not 0.0 <= row.arrival_ms < math.inf:
+            raise TraceError(
+                f"{path.name} line {number}: arrival_ms: found {row.arrival_ms}; allowed: 0 or more, finite"
+            )
+        for name in ("ttft_slo_ms", "tpot_slo_ms"):
+            value = getattr(row, name)
+            if value is not None and not 0.0 < value <= MAX_SLO_MS:
                 raise TraceError(
-                    f"{path.name} line {number}: {name}: found {getattr(row, name)}; allowed: 1 to {MAX_TOKENS}"
+                    f"{path.name} line {number}: {name}: found {value}; allowed: above 0, at most {MAX_SLO_MS:.0f}"
                 )
-        for name, value in (("arrival_ms", row.arrival_ms), ("ttft_slo_ms", row.ttft_slo_ms or 0.0)):
-            if not 0.0 <= value < math.inf:
-                raise TraceError(f"{path.name} line {number}: {name}: found {value}; allowed: 0 or more, finite")
         shared = sum(tokens for _, tokens in row.prefix)
         if shared > row.input_tokens or any(tokens < 1 for _, tokens in row.prefix):
             raise TraceError(
@@ -315,7 +327,7 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     except ValueError as error:
         raise TraceError(f"{path.name} line {number}: not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise TraceError(f"{path.name} line {number}: found {type(row).__name__}; allowed: a JSON object")
+        raise TraceError(f"{path.name} line {number}: found {kind_of(row)}; allowed: a JSON object")
     return row
 
 
@@ -447,7 +459,10 @@ def load_trace(name: str, seed: int, count: int, data: Path | None = None) -> Tr
         place, read = RECORDED[name]
         path = (data or Path()) / place
         if not path.is_file():
-            raise TraceError(f"trace {name}: no file {place} in the data folder; its source is in the README of sim")
+            raise TraceError(
+                f"trace {name}: no file {path.absolute()}; allowed: --data (or LEADTIME_DATA) with the folder that has "
+                f"{place}; sim/README.md says where it comes from"
+            )
         return read(path, seed, count)
     path = Path(name)
     if not path.is_file():

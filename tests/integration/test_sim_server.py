@@ -458,7 +458,7 @@ async def test_answers_can_be_compressed(simulation, client):
 async def test_a_bad_fault_is_refused_and_named(simulation, client):
     answer = await client.post(f"{simulation.control}/control/faults/faulty", json={"hagn": True})
     assert answer.status_code == 400
-    assert "hagn" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["message"].startswith("hagn: no such key; allowed: fail_count, ")
     assert (await client.post(f"{simulation.control}/control/faults/nobody", json={})).status_code == 404
 
 
@@ -595,7 +595,14 @@ def test_a_signal_ends_the_process_at_once_with_status_0_though_requests_run(num
 
 
 @pytest.mark.parametrize(
-    ("spec", "reason"), [(b"{", b"Invalid JSON"), (b'{"servers": []}', b"servers"), (b'{"servers":[{}]}', b"name")]
+    ("spec", "reason"),
+    [
+        (b"{", b"--spec: body: not JSON"),
+        (b'{"servers": []}', b"--spec: servers: found a list; allowed:"),
+        (b'{"servers":[{}]}', b"--spec: servers.0.name: found nothing; allowed: a value"),
+        (b'{"servers":[{"name":"a","prot":1}]}', b"--spec: servers.0.prot: no such key; allowed: block_size, "),
+        (b'{"servers":[{"name":"a","port":-1}]}', b"--spec: servers.0.port: found -1; allowed: greater than or equal"),
+    ],
 )
 def test_a_bad_spec_ends_with_status_2_and_its_reason(spec, reason):
     ended = subprocess.run(
@@ -603,15 +610,29 @@ def test_a_bad_spec_ends_with_status_2_and_its_reason(spec, reason):
     )
     assert ended.returncode == 2
     assert reason in ended.stderr
+    assert b"pydantic" not in ended.stderr
     assert ended.stdout == b""
+
+
+def test_a_spec_that_is_not_there_is_told(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-m", "sim.server", "--spec", str(tmp_path / "no")], capture_output=True, check=False
+    )
+    assert ended.returncode == 2
+    assert b"can't be read (No such file or directory)" in ended.stderr
 
 
 def test_a_spec_can_be_a_file_and_a_port_in_use_is_told(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as occupied:
-        path = tmp_path / "spec.json"
-        path.write_bytes(orjson.dumps({"servers": [{"name": "a", "port": occupied.getsockname()[1]}]}))
-        ended = subprocess.run(
-            [sys.executable, "-m", "sim.server", "--spec", str(path)], capture_output=True, check=False
-        )
-    assert ended.returncode == 2
-    assert b"in use" in ended.stderr
+        path, port = tmp_path / "spec.json", occupied.getsockname()[1]
+        for spec, who in (
+            ({"servers": [{"name": "a", "port": port}]}, "server a"),
+            ({"servers": [{"name": "a"}], "control_port": port}, "the control API"),
+        ):
+            path.write_bytes(orjson.dumps(spec))
+            ended = subprocess.run(
+                [sys.executable, "-m", "sim.server", "--spec", str(path)], capture_output=True, check=False
+            )
+            assert ended.returncode == 2
+            told = f"sim.server: {who}: can't listen on 127.0.0.1, port {port}: Address already in use"
+            assert ended.stderr.decode().strip() == told

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Counter
 from services.router.discovery.endpoints import Listed, Listing, parse_endpoints
 from services.router.state.roles import Role
 from shared.clock import Clock
-from shared.errors import FieldError
+from shared.errors import FieldError, kind_of
 from shared.features import hardware_code
 
 _LOOK_S: Final = 1.0
@@ -39,12 +39,12 @@ def read_listing(text: str) -> dict[str, Listed]:
         raise FieldError("endpoints file", "text that is neither YAML nor JSON", "a table with `endpoints`") from None
     entries = document.get("endpoints") if isinstance(document, dict) else None
     if not isinstance(entries, list):
-        raise FieldError("endpoints file", type(document).__name__, "a table with a list named `endpoints`")
+        raise FieldError("endpoints file", kind_of(document), "a table with a list named `endpoints`")
     listing: dict[str, Listed] = {}
     for place, entry in enumerate(entries, 1):
         where = f"endpoints file, entry {place}"
         if not isinstance(entry, dict) or not isinstance(entry.get("address"), str):
-            raise FieldError(where, type(entry).__name__, "a table with `address: ip:port`")
+            raise FieldError(where, kind_of(entry), "a table with `address: ip:port`")
         if unknown := entry.keys() - _FIELDS:
             raise FieldError(where, f"'{str(min(unknown))[:32]}'", ", ".join(sorted(_FIELDS)))
         specs = parse_endpoints(entry["address"])

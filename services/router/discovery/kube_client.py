@@ -24,6 +24,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter
 
 from shared.clock import Clock
+from shared.errors import reason_of
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _MAX_LINE_BYTES: Final = 32 * 1024 * 1024
@@ -120,7 +121,7 @@ class KubeClient:
             try:
                 headers["authorization"] = f"Bearer {token_file.read_text(encoding='ascii').strip()}"
             except (OSError, UnicodeDecodeError) as error:
-                raise KubeError(401, f"no token can be read ({type(error).__name__})") from None
+                raise KubeError(401, f"no token can be read ({reason_of(error)})") from None
         url = self.config.url.rstrip("/") + path
         return self._session.get(url, params=parameters, headers=headers, timeout=timeout, allow_redirects=False)
 

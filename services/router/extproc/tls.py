@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from shared.errors import FieldError
+from shared.errors import FieldError, reason_of
 
 _SELF_SIGNED_DAYS: Final = 3_650
 _NAME: Final = "leadtime-router"
@@ -138,4 +138,8 @@ def _read(files: TlsFiles) -> _Pair:
 
 
 def _unusable(error: Exception) -> FieldError:
-    return FieldError("tls_cert_file, tls_key_file, tls_client_ca_file", type(error).__name__, "readable PEM files")
+    return FieldError("tls_cert_file, tls_key_file, tls_client_ca_file", _said(error), "readable PEM files")
+
+
+def _said(error: Exception) -> str:
+    return reason_of(error) if isinstance(error, OSError) else "bytes that aren't PEM"

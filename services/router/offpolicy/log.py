@@ -22,10 +22,12 @@ from services.router.request.inference_request import InferenceRequest, Slo
 from services.router.scheduling.interfaces import Context
 from services.router.state.snapshot import Candidates
 from shared.errors import FieldError
+from shared.faults import of_message
 from shared.features import SCHEMA, FloatMatrix
 from shared.samples import LatencySample, Rung
 
 LOG_VERSION: Final = 1
+_ALLOWED: Final = "a decision, an outcome or a sample as JSON"
 _MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 
 
@@ -132,8 +134,10 @@ def read_lines(lines: Iterable[bytes], source: str) -> Iterator[LoggedDecision |
             raise FieldError(where, f"{len(line)} bytes", f"at most {_MAX_LINE_BYTES}")
         try:
             entry = _decoder.decode(line) if b'"kind"' in line[:64] else outcome_of(_sample_decoder.decode(line))
+        except msgspec.ValidationError as error:
+            raise of_message(error, where) from None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise FieldError(where, str(error)[:200], "a decision, an outcome or a sample as JSON") from None
+            raise FieldError(where, f"bytes that aren't JSON ({str(error)[:200]})", _ALLOWED) from None
         if isinstance(entry, LoggedDecision):
             _check(entry, where)
         yield entry

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from services.router.request.inference_request import Slo
 from services.router.request.slo import MAX_PRIORITY, MAX_SLO_MS
-from shared.errors import FieldError
+from shared.errors import FieldError, kind_of
 
 MAX_NAME_CHARACTERS: Final = 256
 _KEYS: Final = ("priority", "ttft_slo_ms", "tpot_slo_ms")
@@ -63,7 +63,7 @@ def objective_table(document: Mapping[str, Any], where: str) -> dict[str, Object
         field_ = f"{where}.{name[:64]}"
         values = {"priority": entry} if isinstance(entry, int) else entry
         if not isinstance(values, Mapping):
-            raise FieldError(field_, type(entry).__name__, f"a priority, or a table of {', '.join(_KEYS)}")
+            raise FieldError(field_, kind_of(entry), f"a priority, or a table of {', '.join(_KEYS)}")
         for key in values:
             if key not in _KEYS:
                 raise FieldError(f"{field_}.{str(key)[:64]}", "an unknown key", ", ".join(_KEYS))
@@ -91,4 +91,4 @@ def _latency(value: Any, where: str) -> float | None:
 
 
 def _shown(value: Any) -> str:
-    return str(value) if isinstance(value, int | float) else type(value).__name__
+    return str(value) if isinstance(value, int | float) else kind_of(value)

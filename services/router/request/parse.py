@@ -35,7 +35,6 @@ from services.router.request.prompt import (
     chat_prompt,
     completions_prompt,
     embeddings_prompt,
-    kind_of,
     responses_prompt,
 )
 from services.router.request.slo import (
@@ -48,6 +47,7 @@ from services.router.request.slo import (
     parse_slo,
 )
 from services.router.request.tokens import TokenEstimator
+from shared.errors import kind_of
 from shared.samples import TEXT_LIMITS
 
 DEFAULT_MAX_BODY_BYTES: Final = 32 * 1024 * 1024
@@ -317,9 +317,17 @@ def _cap(document: dict[str, Any], names: tuple[str, ...]) -> int | None:
         if not isinstance(value, int) or isinstance(value, bool):
             raise _wrong_kind(name, value, "an integer")
         if value < 0:
-            raise _wrong_kind(name, value, "an integer from 0")
+            raise InvalidRequest(
+                f"{name}: found {_number(value)}; allowed: an integer from 0", RejectReason.FIELD_INVALID, param=name
+            )
         return min(value, MAX_TOKENS)
     return None
+
+
+def _number(value: int) -> str:
+    """A number says nothing of a prompt; one that is long is none that a client means."""
+    text = str(value) if abs(value) < 10**15 else ""
+    return text or "an integer of more than 15 digits"
 
 
 def _wrong_kind(name: str, value: Any, allowed: str) -> InvalidRequest:

@@ -17,6 +17,7 @@ import msgspec
 import orjson
 
 from services.router.request.errors import InvalidRequest, RejectReason
+from shared.errors import kind_of
 
 # Order of magnitude of one image (LLaVA-1.5: 24 × 24 patches).
 MEDIA_TOKENS: Final = 576
@@ -260,13 +261,3 @@ def _wrong(field: str, value: Any, allowed: str, reason: RejectReason = RejectRe
 
 def _too_many(field: str, what: str) -> InvalidRequest:
     return InvalidRequest(f"{field}: more {what}", RejectReason.BODY_TOO_COMPLEX, param=field)
-
-
-def kind_of(value: Any) -> str:
-    """JSON's word for the kind of a value; the value itself is never shown."""
-    if value is None:
-        return "nothing"
-    kinds: dict[type, str] = {
-        str: "text", bool: "a boolean", int: "an integer", float: "a number", list: "a list", dict: "an object",
-    }  # fmt: skip
-    return kinds.get(type(value), "a value of another kind")

@@ -42,6 +42,11 @@ MAX_PRIORITY: Final = 1_000_000
 _MAX_ID_CHARACTERS: Final = 128
 MAX_SESSION_CHARACTERS: Final = 512
 _NUMBER: Final = re.compile(r"[ \t]*\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?[ \t]*", re.ASCII)
+_SIGNED: Final = re.compile(
+    r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|inf|infinity)", re.ASCII | re.IGNORECASE
+)
+_WITH_UNIT: Final = re.compile(r"[+-]?\d+(?:\.\d*)?[ \t]*[A-Za-z%]{1,12}", re.ASCII)
+_SHOWN_CHARACTERS: Final = 32
 _BOOLEANS: Final = {"true": True, "false": False, "1": True, "0": False}
 _INTEGER: Final = re.compile(r"[ \t]*[+-]?\d{1,9}[ \t]*", re.ASCII)
 
@@ -135,9 +140,23 @@ def _milliseconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float |
     return value
 
 
+def _found(text: str) -> str:
+    """What a header holds: a number as it is, anything else by its kind, since it may be anybody's secret."""
+    bare = text.strip()
+    if not bare:
+        return "an empty value"
+    if len(bare) <= _SHOWN_CHARACTERS and _SIGNED.fullmatch(bare):
+        return bare
+    if _WITH_UNIT.fullmatch(bare):
+        return "a number with something behind it"
+    if "," in bare and all(_SIGNED.fullmatch(part.strip()) for part in bare.split(",")):
+        return f"{bare.count(',') + 1} numbers"
+    return f"text of {len(text)} characters"
+
+
 def _refused(name: str, text: str, allowed: str) -> InvalidRequest:
     return InvalidRequest(
-        f"header {name}: found text of {len(text)} characters; allowed: {allowed}",
+        f"header {name}: found {_found(text)}; allowed: {allowed}",
         RejectReason.HEADER_INVALID,
         param=name,
     )

@@ -8,7 +8,7 @@ import yaml
 from services.router.scheduling.endpoint_picker_config import is_endpoint_picker_config, parse_endpoint_picker_config
 from services.router.scheduling.profile import Profile, YamlLoader, parse_profile
 from services.router.scheduling.registry import Registry
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, reason_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ def load_profile_file(path: Path, registry: Registry) -> ProfileFile:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{source}: can't be read ({type(error).__name__})") from None
+        raise ConfigurationError(f"{source}: can't be read ({reason_of(error)})") from None
     try:
         document = YamlLoader(text).get_single_data()
     except yaml.YAMLError as error:

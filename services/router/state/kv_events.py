@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from shared.errors import FieldError
+from shared.errors import FieldError, kind_of
 
 BlockHash = int | bytes
 MAX_BLOCKS: Final = 100_000
@@ -59,7 +59,7 @@ def decode_events(payload: bytes) -> list[KvEvent]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise FieldError("kv events", f"{len(payload)} bytes that aren't msgpack", "a batch of events") from None
     if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
-        raise FieldError("kv events", type(batch).__name__, "[timestamp, [event, …], rank]")
+        raise FieldError("kv events", kind_of(batch), "[timestamp, [event, …], rank]")
     events = [_event(event) for event in batch[1]]
     return [event for event in events if event is not None]
 
@@ -72,7 +72,7 @@ def _event(event: Any) -> KvEvent | None:
         names = _STORED_FIELDS if kind == "BlockStored" else _REMOVED_FIELDS
         values = dict(zip(names, event[1:], strict=False))
     else:
-        raise FieldError("kv events", type(event).__name__, "a map, or an array that begins with a type")
+        raise FieldError("kv events", kind_of(event), "a map, or an array that begins with a type")
     if kind == "AllBlocksCleared":
         return AllBlocksCleared()
     if kind not in {"BlockStored", "BlockRemoved"}:
@@ -86,14 +86,14 @@ def _event(event: Any) -> KvEvent | None:
 def _stored(values: Mapping[str, Any], hashes: tuple[BlockHash, ...]) -> BlockStored:
     size, tokens, parent = values.get("block_size"), values.get("token_ids"), values.get("parent_block_hash")
     if not isinstance(size, int) or not 0 < size <= 65_536:
-        raise FieldError("kv events.block_size", type(size).__name__, "tokens a block, 1 to 65536")
+        raise FieldError("kv events.block_size", kind_of(size), "tokens a block, 1 to 65536")
     if not isinstance(tokens, list) or len(tokens) != size * len(hashes):
-        found = f"{len(tokens)} of them" if isinstance(tokens, list) else type(tokens).__name__
+        found = f"{len(tokens)} of them" if isinstance(tokens, list) else kind_of(tokens)
         raise FieldError("kv events.token_ids", found, f"{size} for each of {len(hashes)} blocks")
     if not all(isinstance(token, int) and 0 <= token < 1 << 32 for token in tokens):
         raise FieldError("kv events.token_ids", "what is no id", "whole numbers below 2^32")
     if not isinstance(parent, int | bytes | None):
-        raise FieldError("kv events.parent_block_hash", type(parent).__name__, "a hash or nil")
+        raise FieldError("kv events.parent_block_hash", kind_of(parent), "a hash or nil")
     extra = values.get("extra_keys")
     told = [values.get("lora_name") or values.get("lora_id"), extra if extra and any(extra) else None]
     salt = "" if not any(told) else repr(told)
@@ -102,7 +102,7 @@ def _stored(values: Mapping[str, Any], hashes: tuple[BlockHash, ...]) -> BlockSt
 
 def _hashes(values: Any) -> tuple[BlockHash, ...]:
     if not isinstance(values, list) or not 0 < len(values) <= MAX_BLOCKS:
-        found = f"{len(values)} of them" if isinstance(values, list) else type(values).__name__
+        found = f"{len(values)} of them" if isinstance(values, list) else kind_of(values)
         raise FieldError("kv events.block_hashes", found, f"a list of 1 to {MAX_BLOCKS}")
     if not all(isinstance(value, int | bytes) and not isinstance(value, bool) for value in values):
         raise FieldError("kv events.block_hashes", "what is no hash", "whole numbers or bytes")

@@ -38,10 +38,11 @@ def test_each_command_has_help(command: str) -> None:
         (("demo", "--json", "/"), "can't be written"),
         (("samples", "/nowhere/at/all.jsonl"), "no directory"),
         (("samples", "samples.jsonl", "--nats", "http://127.0.0.1"), "nats://host:port"),
+        (("samples", "samples.jsonl", "--pool", "a.*"), "DNS label"),
         (("replay", "A", "--load", "0.5,none"), "found 'none'"),
         (("replay", "A", "--requests", "10"), "--requests"),
         (("replay", "A", "--svg", "/nowhere/at/all.svg"), "no directory"),
-        (("evaluate", "/nowhere.jsonl", "--profile", "random"), "FileNotFoundError"),
+        (("evaluate", "/nowhere.jsonl", "--profile", "random"), "No such file"),
         (("evaluate", "/dev/null", "--profile", "random"), "no decisions"),
         (("evaluate", "/dev/null", "--profile", "no-such"), "found 'no-such'"),
         (("up",), "--endpoint"),
@@ -52,6 +53,7 @@ def test_each_command_has_help(command: str) -> None:
         (("up", "--endpoint", "http://127.0.0.1:1", "--endpoint", "http://two"), "--endpoint 'http://two'"),
         (("up", "--endpoint", "http://127.0.0.1:1", "--host", "localhost"), "an IP address"),
         (("up", "--endpoint", "http://127.0.0.1:1", "--port", "70000"), "--port"),
+        (("up", "--endpoint", "http://127.0.0.1:1", "--profile", "best"), "found 'best'; allowed: composite, leadtime"),
         (("up", "--endpoint", "http://127.0.0.1:1", "--api", "ftp://x"), "http://host:port"),
     ],
 )
@@ -76,6 +78,7 @@ def test_a_replay_ends_with_a_table_json_and_a_picture(tmp_path: Path) -> None:
         ("round-robin", 0.8),
     ]
     assert svg_file.read_text().startswith("<svg")
+    assert max(map(len, result.output.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_a_replay_ends_with_a_table_json_and_a_picture(tmp_path: Path) -> None:
 )
 def test_a_replay_that_can_t_run_says_why(arguments: tuple[str, ...], said: str, capfd: pytest.CaptureFixture) -> None:
     result = run("replay", *arguments, "--capacity", "1")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert said in result.output + capfd.readouterr().err
 
 
@@ -117,6 +120,11 @@ def test_a_decision_log_is_evaluated(tmp_path: Path) -> None:
     result = run("evaluate", str(log), "--profile", "leadtime", "--profile", str(own), "--json", str(out))
     assert result.exit_code == 0, result.output
     assert "leadtime: 300 decisions" in " ".join(result.output.split())
+    # No terminal: 80 columns. Nothing is cut, and nothing needs more.
+    assert "…" not in result.output
+    assert max(map(len, result.output.split("warning:")[0].splitlines())) <= 80
+    assert "  ttft_ms: 300 rows" in result.output
+    assert "    estimate (DR)" in result.output
     ours, other = json.loads(out.read_text())
     assert (ours["profile"], other["profile"]) == ("leadtime", "own")
     assert ours["metrics"]["ttft_ms"]["difference"]["high"] < 0

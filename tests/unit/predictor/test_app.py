@@ -74,7 +74,7 @@ async def test_a_swap_changes_the_headers_with_the_numbers(serving):
         ({"json": body_of(rows_of(1), pool="other")}, 404, "pool", "pool", "other", "default"),
         ({"json": body_of(rows_of(1)[:, 1:])}, 400, "shape", "rows[0]", f"{len(SCHEMA) - 1} values", None),
         ({"json": body_of(rows_of())}, 400, "shape", "rows", "0 rows", None),
-        ({"json": {**body_of(rows_of(1)), "rows": [["a"]]}}, 400, "malformed", "body", None, None),
+        ({"json": {**body_of(rows_of(1)), "rows": [["a"]]}}, 400, "malformed", "body.rows[0][0]", "text", "a number"),
         ({"content": b"{", "headers": {"content-type": "application/json"}}, 400, "malformed", "body", None, None),
     ],
 )

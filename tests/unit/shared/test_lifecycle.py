@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel, ConfigDict, SecretStr
 from pydantic_settings import SettingsConfigDict
 
 from shared.errors import ConfigurationError
@@ -56,6 +56,10 @@ class Choice(BaseModel):
     name: str
 
 
+class Strict(Choice):
+    model_config = ConfigDict(extra="forbid")
+
+
 @pytest.mark.parametrize(
     "body", [b'{"name":"\xff', b'{"name": {"secret": 1}}', b"", b"[" * 100_000, b'{"name": 1e999, "x": "secret"}']
 )
@@ -70,9 +74,41 @@ async def test_a_body_that_a_route_cannot_take_is_the_callers_fault_and_is_not_r
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
         response = await client.put("/choice", content=body, headers={"content-type": content_type})
-    assert response.status_code in {400, 422}
+    assert response.status_code in ({400, 422} if content_type == "application/json" or not body else {415})
     assert response.json()["detail"]
     assert "secret" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "status", "field", "message"),
+    [
+        (b'{"name": "a"}', None, 415, "content-type", "found none; allowed: application/json"),
+        (
+            b'{"name": "a"}',
+            "application/x-www-form-urlencoded",
+            415,
+            "content-type",
+            "found application/x-www-form-urlencoded; allowed: application/json",
+        ),
+        (b'{"name": 5}', "application/json", 422, "body.name", "found 5; allowed: a valid string"),
+        (b"{}", "application/json", 422, "body.name", "found nothing; allowed: a value"),
+        (b'{"name": "a", "mane": 1}', "application/json", 422, "body.mane", "no such key; allowed: name"),
+        (b'{"name"', "application/json", 422, "body", "not JSON: Expecting ':' delimiter"),
+        (b"", None, 422, "body", "found nothing; allowed: an object as JSON"),
+    ],
+)
+async def test_what_is_wrong_with_a_body_is_told_by_field_kind_and_range(body, content_type, status, field, message):
+    app = probe_app("example", Readiness(), CollectorRegistry())
+
+    @app.put("/choice")
+    async def choose(choice: Strict) -> Strict:
+        return choice
+
+    headers = {} if content_type is None else {"content-type": content_type}
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        response = await client.put("/choice", content=body, headers=headers)
+    assert (response.status_code, response.json()["detail"]) == (status, [{"field": field, "message": message}])
 
 
 async def test_the_three_routes_that_every_service_has():
@@ -151,3 +187,21 @@ def test_a_listener_beyond_loopback_needs_a_token(monkeypatch, capsys):
     monkeypatch.setenv("LEADTIME_EXAMPLE_HTTP_HOST", "0.0.0.0")
     assert run("example", Example, never) == EXIT_CONFIGURATION
     assert "LEADTIME_EXAMPLE_HTTP_TOKEN: needed" in capsys.readouterr().err
+
+
+async def test_a_wrong_method_is_told_with_those_that_the_path_has():
+    app = probe_app("example", Readiness(), CollectorRegistry())
+
+    @app.put("/choice/{name}")
+    async def choose(name: str) -> str:
+        return name
+
+    @app.delete("/choice/{name}")
+    async def drop(name: str) -> str:
+        return name
+
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        response = await client.post("/choice/a")
+    assert (response.status_code, response.headers["allow"]) == (405, "DELETE, PUT")
+    assert response.json() == {"detail": "method: found POST; allowed: DELETE, PUT"}

@@ -50,7 +50,7 @@ def test_a_request_is_read_with_whole_numbers_and_fractions():
 def test_a_body_that_is_no_request_is_a_field_error(body):
     with pytest.raises(FieldError) as caught:
         decode_request(body)
-    assert caught.value.field == "body"
+    assert caught.value.field.split(".")[0] == "body"
 
 
 @pytest.mark.parametrize(

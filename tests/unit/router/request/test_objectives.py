@@ -79,7 +79,7 @@ def test_a_file_and_the_settings_make_one_table(tmp_path):
         ("objectives: 5", "objectives: found"),
         ("[1]", "objectives_file: "),
         ("other: {}", "unknown key"),
-        ("a: [", "can't be read"),
+        ("a: [", r"isn't YAML \(line 1\)"),
         ("models: {m: low}", "models.m"),
     ],
 )

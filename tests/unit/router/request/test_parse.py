@@ -173,6 +173,20 @@ def test_a_wrong_body_is_a_400_that_names_the_field(body, path, param, reason):
 
 
 @pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (-1, "-1; allowed: an integer from 0"),
+        (-2.0, "-2; allowed: an integer from 0"),
+        (-(10**18), "an integer of more than 15 digits; allowed: an integer from 0"),
+        (1.5, "a number; allowed: an integer"),
+        ("secret", "text; allowed: an integer"),
+    ],
+)
+def test_a_limit_of_the_answer_that_is_none_is_told_with_the_number_that_was_sent(value, found):
+    assert rejection_of(chat(max_tokens=value)).message == f"max_tokens: found {found}"
+
+
+@pytest.mark.parametrize(
     ("body", "reason", "says"),
     [
         (b"", RejectReason.BODY_NOT_JSON, "byte 0"),

@@ -88,6 +88,32 @@ def test_a_priority_that_is_no_small_integer_is_refused(value):
         parse_priority({"x-leadtime-priority": value})
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("0", "0"),
+        ("-5", "-5"),
+        ("1e9", "1e9"),
+        (".5", ".5"),
+        ("NaN", "NaN"),
+        ("-inf", "-inf"),
+        ("", "an empty value"),
+        ("  ", "an empty value"),
+        ("500ms", "a number with something behind it"),
+        ("2 s", "a number with something behind it"),
+        ("300, 400", "2 numbers"),
+        ("300,secret", "text of 10 characters"),
+        ("my secret", "text of 9 characters"),
+        ("1" * 40, "text of 40 characters"),
+    ],
+)
+def test_what_an_objective_s_header_held_is_told_by_its_kind_and_a_number_as_it_is(text, found):
+    with pytest.raises(InvalidRequest) as caught:
+        parse_slo({"x-slo-ttft-ms": text})
+    allowed = "a number of milliseconds above 0, at most 86400000"
+    assert caught.value.message == f"header x-slo-ttft-ms: found {found}; allowed: {allowed}"
+
+
 def test_a_fairness_id_has_a_bounded_length():
     assert parse_fairness_id({"x-llm-d-inference-fairness-id": " tenant "}) == "tenant"
     with pytest.raises(InvalidRequest):

@@ -8,7 +8,7 @@ import pytest
 
 from shared.features import SCHEMA
 from shared.samples import LatencySample, Outcome, Rung, encode_sample
-from sim.replay.trace import Piece, TraceError, load_trace
+from sim.replay.trace import RECORDED, Piece, TraceError, load_trace
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1300, "output_length": 20, "hash_ids": [1, 2, 3]},
@@ -106,7 +106,21 @@ def test_leadtimes_samples_are_read_and_their_lost_prefixes_told(tmp_path: Path)
         ("t.jsonl", [MOONCAKE[0], "{"], "line 2: not JSON"),
         ("t.jsonl", [MOONCAKE[0], {"timestamp": 0, "input_length": 1, "output_length": 1}], "hash_ids"),
         ("t.jsonl", [{"arrival_ms": 0, "input_tokens": 5, "output_tokens": 5}, {"arrival_ms": 1}], "line 2"),
-        ("t.jsonl", [{"arrival_ms": 0, "input_tokens": 5, "output_tokens": 5, "colour": 1}], "colour"),
+        (
+            "t.jsonl",
+            [{"arrival_ms": 0, "input_tokens": 5, "output_tokens": 5, "colour": 1}],
+            "colour.*allowed: arrival_ms, input",
+        ),
+        (
+            "t.jsonl",
+            [{"arrival_ms": 0, "input_tokens": 5, "output_tokens": 5, "tpot_slo_ms": 0}],
+            "tpot_slo_ms: found 0.*above 0",
+        ),
+        (
+            "t.jsonl",
+            [{"arrival_ms": 0, "input_tokens": 5, "output_tokens": 5, "max_tokens": -1}],
+            "max_tokens: found -1",
+        ),
         ("t.jsonl", [{"arrival_ms": -1, "input_tokens": 5, "output_tokens": 5}], "arrival_ms"),
         ("t.jsonl", [{"arrival_ms": 0, "input_tokens": 5, "output_tokens": 0}], "output_tokens"),
         ("t.jsonl", [{"arrival_ms": 0, "input_tokens": 5, "output_tokens": 1, "prefix": [["a", 9]]}], "prefix"),
@@ -127,6 +141,16 @@ def test_a_fault_is_told_with_its_line(tmp_path: Path, name: str, rows: list[obj
 def test_a_trace_that_is_not_there_is_told(tmp_path: Path, name: str) -> None:
     with pytest.raises(TraceError, match=name):
         load_trace(name, 1, 10, tmp_path)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_trace_without_its_file_names_the_place_that_was_looked_at_and_the_option(
+    tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(TraceError) as caught:
+        load_trace(name, 1, 10, tmp_path)
+    assert str(tmp_path / RECORDED[name][0]) in str(caught.value)
+    assert "--data" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["A", "B", "C", "D", "sharegpt"])
