@@ -18,10 +18,20 @@ def validate_pool(pool: str) -> str:
     return pool
 
 
+def length_key(model: str, route: str) -> str:
+    """Under which a calibration tells how long a model's answers on a gateway's route usually are; of no route, its own
+    name.
+    """
+    return f"{model} @ {route}" if route else model
+
+
 # Envoy dynamic metadata
 METADATA_NAMESPACE: Final = "leadtime"
 METADATA_KEY: Final = "d"
 LB_NAMESPACE: Final = "envoy.lb"
+# Of the attributes that Envoy sends with a request's headers, those of its own filter, and the route's name in them.
+ATTRIBUTES_FILTER: Final = "envoy.filters.http.ext_proc"
+ROUTE_ATTRIBUTE: Final = "xds.route_name"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 LUA_NAMESPACE: Final = "leadtime_lua"
 LUA_FIRST_CONTENT: Final = "first_us"

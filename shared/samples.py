@@ -4,7 +4,7 @@ The decision travels as one string in Envoy's dynamic metadata (msgpack in base6
 JetStream. Readers tolerate added fields: new ones are appended with a default. A breaking change takes a new
 `version` here and a new subject.
 
-Limits: no prompt, no completion, no header value but the model's name ever enters either message.
+Limits: no prompt, no completion, nothing of a client's but the model's name ever enters either message.
 """
 
 import base64
@@ -22,6 +22,7 @@ from shared.features import SCHEMA, FloatMatrix
 DECISION_VERSION: Final = 1
 # Readers keep these texts as keys: without a limit one message could fill their memory.
 TEXT_LIMITS: Final = {"decision_id": 64, "pool": 63, "model": 512, "endpoint": 300}
+MAX_ROUTE_CHARACTERS: Final = 256
 # One microsecond, Envoy's resolution: relative errors against less would drown all others.
 _LEAST_MS: Final = 0.001
 # A day, bent by calibration as far as it goes (shared.inference), and a little more.
@@ -88,6 +89,8 @@ class DecisionMetadata(msgspec.Struct, frozen=True, array_like=True):
     propensity: float
     streamed: bool
     endpoints: tuple[ListedEndpoint, ...]
+    route: str = ""
+    """The gateway's name of the route that matched; empty where it tells none"""
 
 
 class LatencySample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -127,6 +130,7 @@ class LatencySample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     output_tokens: int | None = None
     output_tokens_estimated: bool = False
     attempts: int = 1
+    route: str = ""
 
 
 def completed_sample(decision: DecisionMetadata, served: ListedEndpoint, **observed: Any) -> LatencySample:
@@ -151,6 +155,7 @@ def completed_sample(decision: DecisionMetadata, served: ListedEndpoint, **obser
         bundle_version=decision.bundle_version,
         propensity=decision.propensity,
         prediction=served.prediction,
+        route=decision.route,
         **observed,
     )
 
@@ -220,6 +225,10 @@ def check_sample(sample: LatencySample) -> None:
         length = len(getattr(sample, name))
         if not 0 < length <= limit:
             raise FieldError(f"sample.{name}", f"text of {length} characters", f"1 to {limit} characters")
+    if len(sample.route) > MAX_ROUTE_CHARACTERS:
+        raise FieldError(
+            "sample.route", f"text of {len(sample.route)} characters", f"at most {MAX_ROUTE_CHARACTERS} characters"
+        )
     for name in ("received_unix_ms", "completed_unix_ms"):
         value = getattr(sample, name)
         if not (0.0 <= value <= _LAST_UNIX_MS):

@@ -20,6 +20,7 @@ from services.collector.labels import ClockJumpError, Latencies, latencies
 from shared.errors import FieldError
 from shared.labels import MIN_TPOT_MS, estimated_output_tokens
 from shared.samples import (
+    MAX_ROUTE_CHARACTERS,
     TEXT_LIMITS,
     DecisionMetadata,
     LatencySample,
@@ -260,6 +261,10 @@ def _check_told(message: str, told: DecisionMetadata | LatencySample) -> None:
     limit = TEXT_LIMITS["model"]
     if not 0 < len(told.model) <= limit:
         raise FieldError(f"{message}.model", f"text of {len(told.model)} characters", f"1 to {limit} characters")
+    if len(told.route) > MAX_ROUTE_CHARACTERS:
+        raise FieldError(
+            f"{message}.route", f"text of {len(told.route)} characters", f"at most {MAX_ROUTE_CHARACTERS} characters"
+        )
     if not abs(told.priority) <= PRIORITY_LIMIT:
         raise FieldError(f"{message}.priority", "a number beyond 32 bits", f"-{PRIORITY_LIMIT} to {PRIORITY_LIMIT}")
     for name in ("received_unix_ms", "queue_ms", "decision_ms", "propensity", "ttft_slo_ms", "tpot_slo_ms"):

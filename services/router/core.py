@@ -147,6 +147,7 @@ class DecisionCore:
                 ListedEndpoint(addresses[i], encode_row(prepared.rows[i]), prediction.of(i) if prediction else None)
                 for i in decision.order
             ),
+            route=request.route,
         )
 
     def dispatch(

@@ -187,7 +187,14 @@ class Director:
     def _parse(self, head: RequestHead, body: bytes) -> InferenceRequest:
         aliases = self._options.aliases
         if not aliases:
-            return parse(head.path, head.headers, body, self._state.tokens, self._options.parsing)
+            return parse(
+                head.path,
+                head.headers,
+                body,
+                self._state.tokens,
+                self._options.parsing,
+                gateway_route=head.route_name,
+            )
         draw = self._rng.random()
         return parse(
             head.path,
@@ -196,6 +203,7 @@ class Director:
             self._state.tokens,
             self._options.parsing,
             lambda name: aliases.target(name, draw),
+            head.route_name,
         )
 
     def _rewritten(self, routed: Routed, request: InferenceRequest, head: RequestHead, body: bytes) -> Routed:

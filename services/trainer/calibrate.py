@@ -3,7 +3,8 @@
 From each arriving sample and the champion's raw prediction of its row: a bias per target (moving location of the log
 residual, 0.03 a sample), log offsets per backlog bin (of all quantiles by what is left of the residual, of P90 and P99
 by pinball steps of 0.05, so that each bin covers its level), a bias per endpoint as far as it isn't chance, and the
-median output length per model. The published `Calibration` is applied by `shared.inference.calibrate` and nowhere else.
+median output length per model and route. The published `Calibration` is applied by `shared.inference.calibrate` and
+nowhere else.
 
 A change (`shifts.py`), of the pool or of one endpoint, is not crept up on: the bias jumps to where errors lie since,
 what they had pushed quantiles and endpoints by is taken back, and labels of requests that were sent before teach no
@@ -14,8 +15,8 @@ median that P50 promises (TTFT error 18.2 % uncorrected, 20.0 % with the mean, 1
 35 → 19 %). It also means that one label ×100 can't throw the bias. Quantiles see signs, not sizes, and a tenth of lies
 would make P90 cover 98 %: a sample off by more than `LOG_LIMIT` is passed over while fewer than a third are.
 
-Limits: 4096 endpoints and 256 models, the least recently seen leave. Rates start at 1/n, so that the first samples of
-a bundle count in full.
+Limits: 4096 endpoints and 1024 output lengths, the least recently seen leave. Rates start at 1/n, so that the first
+samples of a bundle count in full.
 """
 
 import math
@@ -29,6 +30,7 @@ from services.trainer.outliers import CHANGED_SHARE, LOG_LIMIT
 from services.trainer.shifts import ShiftWatch
 from shared.bundle import Calibration
 from shared.inference import MAX_LOG_CORRECTION
+from shared.names import length_key
 from shared.prediction import TARGETS
 
 SCALE_CAP: Final = 1.0
@@ -55,7 +57,7 @@ ENDPOINT_SLOW_RATE: Final = 0.02
 LEVELS: Final[Mapping[str, float]] = {"p90": 0.9, "p99": 0.99}
 MEDIAN: Final = "p50"
 MAX_ENDPOINTS: Final = 4096
-MAX_MODELS: Final = 256
+MAX_LENGTHS: Final = 1024
 ANY_MODEL: Final = "*"
 # A rolling mean over about this many samples is the live error.
 LIVE_SAMPLES: Final = 200
@@ -170,7 +172,9 @@ class _Target:
 
 
 class OutputLengths:
-    """The median output length per model, and of all under `*`: tokens, learned from every answer, bundle or not."""
+    """The median output length per model, per model and route of the gateway, and of all under `*`: tokens, learned
+    from every answer, bundle or not.
+    """
 
     __slots__ = ("_lengths", "_rate")
 
@@ -178,17 +182,18 @@ class OutputLengths:
         self._rate = rate
         self._lengths: OrderedDict[str, _Mean] = OrderedDict()
 
-    def observe(self, model: str, output_tokens: int) -> None:
-        """Learn from one answer."""
+    def observe(self, model: str, output_tokens: int, route: str = "") -> None:
+        """Learn from one answer; a route begins where its model is."""
         length = math.log(max(1, output_tokens))
-        for name in (model, ANY_MODEL):
+        for name in dict.fromkeys((ANY_MODEL, model, length_key(model, route))):
             mean = self._lengths.get(name)
             if mean is None:
-                mean = self._lengths[name] = _Mean(length)
+                known = self._lengths.get(model)
+                mean = self._lengths[name] = _Mean(length if known is None else known.value)
             # A median in log space: each answer moves it by the same step, however long it is.
             mean.step(mean.value + math.copysign(1.0, length - mean.value), self._rate)
             self._lengths.move_to_end(name)
-        while len(self._lengths) > MAX_MODELS:
+        while len(self._lengths) > MAX_LENGTHS:
             self._lengths.popitem(last=False)
 
     def tokens(self) -> dict[str, float]:

@@ -80,7 +80,7 @@ class Learner:
             self.window.add(taken.row, taken.targets, taken.sample.endpoint, lag)
             self.health.observe(taken.sample)
             if taken.sample.output_tokens:
-                self.lengths.observe(taken.sample.model, taken.sample.output_tokens)
+                self.lengths.observe(taken.sample.model, taken.sample.output_tokens, taken.sample.route)
         if not replayed:
             self._calibrate(answered, lags)
 

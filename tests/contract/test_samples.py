@@ -48,9 +48,9 @@ DECISION = DecisionMetadata(
     ),
 )
 DECISION_TEXT = (
-    "3AAQAdkkMDE5MmYwYzEtMDAwMC03MDAwLTgwMDAtMDAwMDAwMDAwMDAxp2RlZmF1bHSsbGxhbWEtMy4xLThiy0J6Ip8SgAgAyz/0AAAAAAAA"
+    "3AARAdkkMDE5MmYwYzEtMDAwMC03MDAwLTgwMDAtMDAwMDAwMDAwMDAxp2RlZmF1bHSsbGxhbWEtMy4xLThiy0J6Ip8SgAgAyz/0AAAAAAAA"
     "y0AEAAAAAAAAy0B/QAAAAAAAwP+pcHJlZGljdG9ypGItMTewMWJlYTlmMDEwZTc0MTFmNss/6AAAAAAAAMOSk60xMC4wLjAuNzo4MDAwxAgA"
-    "AIA/AAAAQIGodHRmdF9wNTDLQF4gAAAAAACTslsyMDAxOmRiODo6MV06ODAwMMQAwA=="
+    "AIA/AAAAQIGodHRmdF9wNTDLQF4gAAAAAACTslsyMDAxOmRiODo6MV06ODAwMMQAwKA="
 )
 SAMPLE = LatencySample(
     decision_id="0192f0c1-0000-7000-8000-000000000001",
@@ -99,6 +99,18 @@ def test_a_decision_is_these_characters() -> None:
 def test_a_sample_is_these_bytes() -> None:
     assert encode_sample(SAMPLE) == SAMPLE_BYTES
     assert decode_sample(SAMPLE_BYTES) == SAMPLE
+
+
+def test_what_an_earlier_router_wrote_has_no_route() -> None:
+    shorter = msgspec.msgpack.decode(base64.b64decode(DECISION_TEXT))[:-1]
+    assert decode_decision(base64.b64encode(msgspec.msgpack.encode(shorter)).decode()) == DECISION
+
+
+def test_a_route_goes_from_the_decision_to_the_sample_and_has_its_limit() -> None:
+    named = msgspec.structs.replace(SAMPLE, route="chat")
+    assert encode_sample(named) == SAMPLE_BYTES[:-1] + b',"route":"chat"}'
+    with pytest.raises(FieldError, match=r"sample\.route"):
+        decode_sample(encode_sample(msgspec.structs.replace(SAMPLE, route="r" * 257)))
 
 
 def test_a_row_is_little_endian_float32() -> None:

@@ -113,6 +113,7 @@ async def test_with_everything_up_the_answer_is_the_server_s_and_the_sample_says
     (sample,) = found
     assert sample.endpoint == next(address for address in listed if address != edge.unknown.address)
     assert sample.outcome is Outcome.OK
+    assert sample.route == "pool"
     assert sample.ttft_ms is not None
 
 

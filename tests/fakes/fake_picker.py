@@ -17,6 +17,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from google.protobuf import struct_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from services.router.extproc.messages import request_head
 from shared import names
 
 HEALTH_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -37,6 +38,8 @@ class FakePicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     refusal: tuple[int, bytes] | None = None
     """Answer with this status and JSON body instead of a pick, as a router does for a bad request."""
     headers: list[dict[str, str]] = field(default_factory=list)
+    routes: list[str] = field(default_factory=list)
+    """Names of Envoy's routes, as a router reads them."""
     bodies: list[bytes] = field(default_factory=list)
     open_streams: int = 0
     ended_streams: int = 0
@@ -60,6 +63,7 @@ class FakePicker(external_processor_pb2_grpc.ExternalProcessorServicer):
                 if kind == "request_headers":
                     sent = message.request_headers
                     self.headers.append({h.key: h.raw_value.decode() or h.value for h in sent.headers.headers})
+                    self.routes.append(request_head(message).route_name)
                     if sent.end_of_stream:
                         yield self._pick("request_headers")
                     else:

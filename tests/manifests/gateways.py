@@ -434,6 +434,7 @@ def _eg_ext_proc(ext_proc: Document) -> Document:
             "response_body_mode": "NONE" if response is None else response["body"].upper(),
             "response_trailer_mode": "SKIP",
         },
+        request_attributes=modes["request"].get("attributes", []),
         metadata_options={
             "receiving_namespaces": {"untyped": ext_proc["metadata"]["writableNamespaces"]},
             "forwarding_namespaces": {"untyped": ext_proc["metadata"]["accessibleNamespaces"]},

@@ -203,6 +203,7 @@ def _ext_proc(config: EnvoyConfig) -> dict[str, Any]:
         failure_mode_allow=True,
         # Static: a mode changed by an answer lets the body's first chunk slip past the picker.
         processing_mode=dict(_PROCESSING_MODES[config.shape]),
+        request_attributes=[names.ROUTE_ATTRIBUTE],
         # A picker needs no credential, so it gets none.
         forward_rules={"disallowed_headers": {"patterns": [{"exact": name} for name in _CREDENTIALS]}},
         metadata_options={

@@ -13,6 +13,7 @@ from google.protobuf import struct_pb2
 
 from services.router.request.errors import RequestRejected
 from shared.names import (
+    ATTRIBUTES_FILTER,
     DECISION_ID,
     DESTINATION,
     DESTINATION_SERVED,
@@ -21,8 +22,10 @@ from shared.names import (
     METADATA_KEY,
     METADATA_NAMESPACE,
     REASON,
+    ROUTE_ATTRIBUTE,
     SUBSET_NAMESPACE,
 )
+from shared.samples import MAX_ROUTE_CHARACTERS
 
 BodyMode = processing_mode_pb2.ProcessingMode.BodySendMode
 
@@ -49,7 +52,7 @@ class RequestHead:
     `subset`: the only endpoints allowed, `ip:port` (IPv6 in brackets, short form) or a bare `ip`; None without a hint,
     empty where the hint names nobody. `response_shown`: Envoy will show the response's body on this stream.
     `body_hidden`: there is a body, but this stream isn't shown it, or need not wait for it. `crowded`: the headers come
-    near Envoy's limits.
+    near Envoy's limits. `route_name`: of the gateway's route that matched, "" where it doesn't say.
     """
 
     method: str
@@ -59,6 +62,7 @@ class RequestHead:
     response_shown: bool = False
     body_hidden: bool = False
     crowded: bool = False
+    route_name: str = ""
 
     @property
     def route(self) -> str:
@@ -120,7 +124,17 @@ def request_head(message: Any, *, body_hidden: bool = False) -> RequestHead:
             len(message.request_headers.headers.headers) > _CROWDED_COUNT
             or message.request_headers.ByteSize() > _CROWDED_BYTES
         ),
+        route_name=_route_name(message),
     )
+
+
+def _route_name(message: Any) -> str:
+    """A longer name than a sample may carry is none."""
+    if ATTRIBUTES_FILTER not in message.attributes:  # a look-up would add it
+        return ""
+    value = message.attributes[ATTRIBUTES_FILTER].fields.get(ROUTE_ATTRIBUTE)
+    name = value.string_value if value is not None else ""
+    return name if len(name) <= MAX_ROUTE_CHARACTERS else ""
 
 
 def served_endpoint(message: Any) -> str | None:

@@ -23,7 +23,8 @@ class InferenceRequest:
     `text_bytes`: size of `prompt` where it is text alone, from which bytes per token can be learned; else 0.
     `model`: the one to route for; `alias`: the client's name for it where that is another, else None.
     `prediction_wanted`: False where the client asked for the heuristic. `session_id`: what the client calls the
-    conversation this belongs to, "" where it doesn't say.
+    conversation this belongs to, "" where it doesn't say. `route`: the gateway's name of the route that matched, ""
+    where it doesn't say.
     """
 
     model: str
@@ -38,3 +39,4 @@ class InferenceRequest:
     alias: str | None = None
     prediction_wanted: bool = True
     session_id: str = field(default="", repr=False)
+    route: str = ""

@@ -131,8 +131,9 @@ def parse(
     tokens: TokenEstimator,
     config: ParseConfig = _DEFAULTS,
     target: Callable[[str], str | None] = _no_alias,
+    gateway_route: str = "",
 ) -> InferenceRequest:
-    """Read one request; `headers` have lower-case names. Raises RequestRejected.
+    """Read one request; `headers` have lower-case names, `gateway_route` is the gateway's. Raises RequestRejected.
 
     `target`: the model behind a client's name for one, None where it is the model's own.
     A path of `Route.OTHER` is refused here: callers that let such requests pass ask `route_of` first.
@@ -173,6 +174,7 @@ def parse(
         alias=None if behind is None else name,
         prediction_wanted=parse_prediction_wanted(headers),
         session_id=parse_session_id(headers) or _cache_key(document),
+        route=gateway_route,
     )
 
 

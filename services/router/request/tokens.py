@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from services.router.request.inference_request import InferenceRequest
+from shared.names import length_key
 
 DEFAULT_BYTES_PER_TOKEN: Final = 4.0
 MIN_BYTES_PER_TOKEN: Final = 0.5
@@ -56,9 +57,12 @@ class TokenEstimator:
 def expected_output_tokens(request: InferenceRequest, learned: Mapping[str, float]) -> float | None:
     """The answer's expected length: the client's cap, or the length learned for the model where that is less.
 
-    `learned`: tokens by model name, a quantile from the trainer's calibration. None where neither is known.
+    `learned`: tokens by `length_key`, a quantile from the trainer's calibration: the model's on this route, else the
+    model's on all. None where neither a length nor a cap is known.
     """
-    usual = learned.get(request.model)
+    usual = learned.get(length_key(request.model, request.route)) if request.route else None
+    if usual is None:
+        usual = learned.get(request.model)
     if request.max_tokens is None:
         return usual
     return float(request.max_tokens) if usual is None else min(float(request.max_tokens), usual)

@@ -118,6 +118,13 @@ async def test_a_client_cannot_set_timeouts_or_retries() -> None:
         assert not [name for name in answer.headers if name.startswith("x-envoy")]
 
 
+async def test_the_picker_is_told_by_which_route_a_request_came() -> None:
+    async with gateway() as running:
+        await running.ask()
+        await running.client.get("/v1/models")
+        assert running.picker.routes == ["pool", "pool"]
+
+
 async def test_credentials_reach_the_endpoint_and_not_the_picker() -> None:
     async with gateway() as running:
         await running.ask(headers={"authorization": "Bearer key", "cookie": "a=b", "x-api-key": "k"})

@@ -98,6 +98,7 @@ def test_the_picker_sees_no_credential_and_no_response() -> None:
     assert ext_proc["processing_mode"]["response_header_mode"] == "SKIP"
     assert ext_proc["processing_mode"]["response_body_mode"] == "NONE"
     assert ext_proc["processing_mode"]["response_trailer_mode"] == "SEND"
+    assert ext_proc["request_attributes"] == ["xds.route_name"]
     hidden = {pattern["exact"] for pattern in ext_proc["forward_rules"]["disallowed_headers"]["patterns"]}
     assert {"authorization", "cookie"} <= hidden
     assert ext_proc["metadata_options"]["receiving_namespaces"]["untyped"] == ["envoy.lb", "leadtime"]

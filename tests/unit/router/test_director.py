@@ -1,7 +1,8 @@
 """The conductor: one request top to bottom, and what it does when a part of it fails."""
 
 import gzip
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ def make(
     addresses: tuple[str, ...] = ADDRESSES,
     completions: Callable[[LatencySample], None] | None = None,
     registry: CollectorRegistry | None = None,
+    learned: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Director:
     state = PoolState(PoolConfig(), salt=b"s" * 16, tokens=TokenEstimator())
@@ -61,6 +63,7 @@ def make(
         state.add_endpoint(address, hardware_class=2, now_ms=0.0)
         state.set_models(address, frozenset({"m"}))
         state.set_ready(address, ready=True)
+    state.set_expected_output_tokens(learned or {})
     return Director(
         DirectorOptions(
             **{
@@ -117,6 +120,19 @@ async def test_the_quickest_endpoint_comes_first_and_the_metadata_says_why() -> 
     row = decode_row(first.features)
     assert row[SCHEMA.index["expected_output_tokens"]] == 7.0
     assert row[SCHEMA.index["hardware_class"]] == 2.0
+
+
+@pytest.mark.parametrize(("route", "expected"), [("title", 12.0), ("chat", 300.0), ("", 300.0)])
+async def test_the_gateways_route_says_how_long_the_answer_will_be_and_is_written_down(
+    route: str, expected: float
+) -> None:
+    director = make(FakeLadder([90.0, 10.0, 50.0]), learned={"m": 300.0, "m @ title": 12.0})
+    result = await routed(director, replace(head(), route_name=route))
+    assert result.metadata is not None
+    decision = decode_decision(result.metadata)
+    assert decision.route == route
+    row = decode_row(decision.endpoints[0].features)
+    assert row[SCHEMA.index["expected_output_tokens"]] == expected
 
 
 async def test_all_candidates_are_asked_for_in_one_call_within_the_budget() -> None:

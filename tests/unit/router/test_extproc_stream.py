@@ -416,6 +416,17 @@ def test_the_subset_hint_is_read_from_metadata_also_without_a_body(mode: int, hi
     assert step.head.subset == subset
 
 
+@pytest.mark.parametrize(
+    ("told", "name"), [({"xds.route_name": "chat"}, "chat"), ({"xds.route_name": "r" * 257}, ""), ({}, ""), (None, "")]
+)
+def test_the_gateways_route_is_read_from_its_attributes(told: dict[str, str] | None, name: str) -> None:
+    message = headers()
+    if told is not None:
+        message.attributes["envoy.filters.http.ext_proc"].update(told)
+    assert messages.request_head(message).route_name == name
+    assert ("envoy.filters.http.ext_proc" in message.attributes) is (told is not None)
+
+
 def test_a_header_given_twice_has_both_values() -> None:
     message = headers({":method": "POST", ":path": "/", "x-slo-ttft-ms": "100"})
     for value in ("200", "300"):

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.calibrate import MAX_ENDPOINTS, MAX_MODELS, CalibrationOptions, Calibrator, OutputLengths
+from services.trainer.calibrate import MAX_ENDPOINTS, MAX_LENGTHS, CalibrationOptions, Calibrator, OutputLengths
 from shared.bundle import Calibration
 from shared.inference import MAX_LOG_CORRECTION
 from shared.inference import calibrate as apply
+from shared.names import length_key
 
 OUTPUTS = ("ttft_p50", "ttft_p90", "ttft_p99", "in_range")
 RAW = {"ttft_p50": 100.0, "ttft_p90": 150.0, "ttft_p99": 200.0, "in_range": 1.0}
@@ -131,11 +132,24 @@ def test_the_output_length_is_the_median_per_model():
     assert 50 < found["*"] < 800
 
 
+def test_a_route_has_its_own_output_length_and_begins_where_its_model_is():
+    lengths, rng = OutputLengths(0.05), np.random.default_rng(1)
+    for _ in range(2000):
+        lengths.observe("m", int(50 * np.exp(rng.normal(0, 0.5))), "title")
+        lengths.observe("m", int(800 * np.exp(rng.normal(0, 0.5))), "chat")
+    found = lengths.tokens()
+    assert found[length_key("m", "title")] == pytest.approx(50, rel=0.3)
+    assert found[length_key("m", "chat")] == pytest.approx(800, rel=0.3)
+    assert 50 < found["m"] < 800
+    lengths.observe("m", 10_000, "new")
+    assert lengths.tokens()[length_key("m", "new")] < 3 * found["m"]
+
+
 def test_output_lengths_are_bounded():
     lengths = OutputLengths(0.05)
-    for number in range(MAX_MODELS + 50):
+    for number in range(MAX_LENGTHS + 50):
         lengths.observe(f"model-{number}", 10)
-    assert len(lengths.tokens()) == MAX_MODELS
+    assert len(lengths.tokens()) == MAX_LENGTHS
     assert "*" in lengths.tokens()
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from services.router.request.tokens import (
     TokenEstimator,
     expected_output_tokens,
 )
+from shared.names import length_key
 
 
 def request(max_tokens: int | None) -> InferenceRequest:
@@ -50,6 +53,15 @@ def test_the_number_of_models_is_bounded():
         tokens.observe(f"model-{number}", 100_000, 100_000)
     assert tokens.bytes_per_token("model-0") < 1.5
     assert tokens.bytes_per_token("model-1999") == 4.0
+
+
+def test_a_routes_own_length_comes_before_the_models():
+    learned = {"m": 120.0, length_key("m", "title"): 12.0}
+    asked = replace(request(None), route="title")
+    assert expected_output_tokens(asked, learned) == 12.0
+    assert expected_output_tokens(replace(asked, route="chat"), learned) == 120.0
+    assert expected_output_tokens(replace(asked, max_tokens=5), learned) == 5.0
+    assert expected_output_tokens(request(None), learned) == 120.0
 
 
 @pytest.mark.parametrize(
