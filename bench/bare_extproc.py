@@ -16,6 +16,7 @@ import psutil
 import uvloop
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ep
 
+from deploy.local.processes import tied
 from services.router.allocator import keep_freed_memory
 from services.router.extproc import messages
 from services.router.extproc.messages import BodyMode, Routed
@@ -63,9 +64,7 @@ async def _serve() -> None:
 async def bare_server() -> AsyncIterator[tuple[str, psutil.Process]]:
     """Such a server in a process of its own: its address, and the process."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        "from bench.bare_extproc import serve; serve()",
+        *tied([sys.executable, "-c", "from bench.bare_extproc import serve; serve()"]),
         stdout=asyncio.subprocess.PIPE,
         stderr=sys.stderr,
     )

@@ -34,6 +34,7 @@ from prometheus_client import CollectorRegistry
 
 from deploy.local.binaries import find_binaries
 from deploy.local.ports import Ports
+from deploy.local.processes import tied
 from services.collector.envoy_log import plain_entry
 from services.collector.metrics import CollectorMetrics
 from services.collector.validate import Probes, judge
@@ -165,9 +166,7 @@ async def acknowledged(http_port: int) -> int:
 @contextlib.contextmanager
 def running(command: Sequence[str | Path], env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
     """A child process that is ended with the block."""
-    child = subprocess.Popen(
-        [str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env
-    )
+    child = subprocess.Popen(tied(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
     try:
         yield child
     finally:

@@ -34,6 +34,7 @@ from prometheus_client import CollectorRegistry
 
 from bench import bundles as bundle_builder
 from deploy.local.binaries import find_binaries
+from deploy.local.processes import tied
 from services.router.predict.client import PredictorClient
 from services.router.predict.ladder import Ladder
 from services.router.predict.metrics import PredictMetrics
@@ -184,7 +185,7 @@ async def predictor(bundle: Bundle, directory: Path, extra: dict[str, str]) -> A
     """A Redis-protocol server with the bundle in it and one predictor that has taken it."""
     socket = directory / "redis.sock"
     store = await asyncio.create_subprocess_exec(
-        find_binaries().redis_server, "--port", "0", "--unixsocket", socket, "--save", "", "--dir", directory,
+        *tied([find_binaries().redis_server, "--port", "0", "--unixsocket", socket, "--save", "", "--dir", directory]),
         stdout=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     server: asyncio.subprocess.Process | None = None
@@ -194,7 +195,7 @@ async def predictor(bundle: Bundle, directory: Path, extra: dict[str, str]) -> A
         await _until(client.ping)
         publish(client, bundle)
         server = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.predictor",
+            *tied([sys.executable, "-m", "services.predictor"]),
             env={**os.environ, "LEADTIME_REDIS_URL": f"unix://{socket}", "ORT_DISABLE_TELEMETRY": "1", **extra},
             stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip

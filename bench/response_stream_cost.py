@@ -29,6 +29,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ep
 
 from deploy.local.binaries import find_binaries
 from deploy.local.envoy import Address, EnvoyConfig, RouterAddress, render
+from deploy.local.processes import tied
 from services.router.completion import CompletionObserver
 from services.router.restored_name import EventRestorer
 from shared.features import SCHEMA
@@ -172,8 +173,8 @@ async def _envoy(bootstrap: dict[str, Any]) -> AsyncIterator[_Envoy]:
         config, admin = directory / "envoy.json", directory / "admin.txt"
         config.write_text(json.dumps(bootstrap))
         process = await asyncio.create_subprocess_exec(
-            str(find_binaries().envoy), "-c", str(config), "--admin-address-path", str(admin), "--concurrency", "1",
-            "--disable-hot-restart", "--log-level", "error", stdout=sys.stderr, stderr=sys.stderr,
+            *tied([find_binaries().envoy, "-c", config, "--admin-address-path", admin, "--concurrency", "1",
+                   "--disable-hot-restart", "--log-level", "error"]), stdout=sys.stderr, stderr=sys.stderr,
         )  # fmt: skip
         try:
             yield _Envoy(await _listener_port(admin), process.pid)

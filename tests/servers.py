@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from deploy.local.binaries import find_binaries
 from deploy.local.ports import LOWEST_PORT, outgoing_range
+from deploy.local.processes import tied
 
 START_TIMEOUT_S = 20.0
 POLL_S = 0.01
@@ -91,7 +92,7 @@ async def fetch(url: str, *, timeout_s: float = 5.0) -> tuple[int, bytes]:
 
 
 class ServerProcess:
-    """One child process with its log in a file; started and ended by its own pid only."""
+    """One child process with its log in a file; started and ended by its own pid only, and with the tests' process."""
 
     def __init__(self, name: str, log_file: Path, env: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -115,7 +116,7 @@ class ServerProcess:
         assert not self.running, f"{self.name} runs already"
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [str(part) for part in command],
+                tied(command),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -113,7 +113,7 @@ class Child:
         log = await asyncio.to_thread(self.log_file.open, "ab")
         with log:
             return await asyncio.create_subprocess_exec(
-                *_tied(self.spec),
+                *tied(self.spec.command, self.spec.nice),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -173,11 +173,15 @@ class Child:
         return f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
 
 
-def _tied(spec: ChildSpec) -> tuple[str, ...]:
-    """The command by way of `tied.py`, after a look whether it is there."""
-    if shutil.which(spec.command[0]) is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), spec.command[0])
-    return (sys.executable, "-I", "-S", str(_TIED), str(os.getpid()), str(spec.nice), *spec.command)
+def tied(command: Sequence[str | Path], nice: int = 0) -> tuple[str, ...]:
+    """The command by way of `tied.py`: the kernel ends it when this process dies. OSError where it isn't there.
+
+    To be started by a thread that lives as long as the process: the kernel counts the starting thread's end as well.
+    """
+    words = [str(part) for part in command]
+    if shutil.which(words[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), words[0])
+    return (sys.executable, "-I", "-S", str(_TIED), str(os.getpid()), str(nice), *words)
 
 
 class Supervisor:

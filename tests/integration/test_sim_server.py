@@ -18,6 +18,7 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy.local.processes import tied
 from shared.labels import EventStreamObserver
 from sim.loadgen import LoadTarget, send_load, summarize
 from sim.workload import Phase, PrefixScenario, WorkloadRequest, poisson_arrivals, prefix_sharing
@@ -51,7 +52,7 @@ class Simulation:
 
 def start(spec: dict[str, Any]) -> Simulation:
     process = subprocess.Popen(
-        [sys.executable, "-m", "sim.server", "--spec", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        tied([sys.executable, "-m", "sim.server", "--spec", "-"]), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from deploy.local.processes import tied
 from shared.errors import ConfigurationError
 from shared.lifecycle import background, serve_http
 
@@ -38,9 +39,7 @@ sys.exit(run("example", Example, build))
 
 async def started(after_stop: str = "pass") -> tuple[asyncio.subprocess.Process, int]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        SERVICE.replace("{after_stop}", after_stop),
+        *tied([sys.executable, "-c", SERVICE.replace("{after_stop}", after_stop)]),
         cwd=REPOSITORY,
         stdout=asyncio.subprocess.PIPE,
     )
