@@ -37,6 +37,7 @@ RETRY_S: Final = 0.5
 IDLE_CHECK_S: Final = 5.0
 CALL_TIMEOUT_S: Final = 2.0
 REPLAY_IDLE_S: Final = 30.0
+_BACKOFF_STEPS: Final = 4
 # How much later JetStream sends a message again whose dead letter couldn't be stored.
 DEAD_LETTER_AGAIN_S: Final = 5.0
 # What a call of NATS may raise while it is away or at fault.
@@ -157,10 +158,14 @@ class SampleConsumer:
             # Poison that isn't buried yet comes again, with the samples behind it, which are known as doubles.
             first = self._poison[0][0] if self._poison else self._last_sequence + 1
             start = {"deliver_policy": DeliverPolicy.BY_START_SEQUENCE, "opt_start_seq": first}
+        ack_wait_s = self._settings.ack_wait_ms / 1e3
+        again = range(min(self._settings.max_deliver - 1, _BACKOFF_STEPS))
         wanted = {
             "filter_subject": self._subject,
             "ack_policy": AckPolicy.EXPLICIT,
-            "ack_wait": self._settings.ack_wait_ms / 1e3,
+            "ack_wait": ack_wait_s,
+            # A sample that ends the trainer must not do so as often as it can be started.
+            "backoff": [ack_wait_s * 2.0**step for step in again],
             "max_deliver": self._settings.max_deliver,
             "max_ack_pending": self._settings.max_ack_pending,
         }

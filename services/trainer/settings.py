@@ -77,7 +77,7 @@ class TrainerSettings(ServiceSettings):
     fetch_timeout_ms: Annotated[float, Field(ge=50, le=10_000)] = 250.0
     """Longest wait of one call: a partly filled one comes back only then."""
     ack_wait_ms: Annotated[float, Field(ge=1_000, le=600_000)] = 30_000.0
-    """JetStream sends a sample again that isn't acknowledged after so long."""
+    """JetStream sends a sample again that isn't acknowledged after so long; then after twice as long, four times…"""
     max_deliver: Annotated[int, Field(ge=2, le=100)] = 5
     """JetStream gives a sample up after so many deliveries; it becomes a dead letter."""
     max_ack_pending: Annotated[int, Field(ge=10, le=100_000)] = 5_000

@@ -1,7 +1,9 @@
 """What is slow or gone beside the request path costs it nothing, and a flood finds every queue bounded."""
 
 import asyncio
+import itertools
 import json
+import random
 import signal
 import statistics
 import sys
@@ -103,6 +105,111 @@ async def test_slow_nats_redis_and_predictor_do_not_slow_a_decision(
         finally:
             await router.kill()
             server.close()
+
+
+async def test_a_flood_of_requests_while_nats_is_frozen_leaves_the_router_as_large_as_it_was(
+    nats: NatsServer, tmp_path: Path
+) -> None:
+    """It has a peer to tell of each of them, and can't. Bodies of 16 KB that were kept would be seen."""
+    server = ModelServer(ServerSpec(name="s", models=("m",)), asyncio.get_running_loop())
+    await server.start()
+    environment = {
+        "LEADTIME_NATS_SERVERS": nats.url,
+        "LEADTIME_ROUTER_ENDPOINTS": f"127.0.0.1:{server.port}",
+        "LEADTIME_ROUTER_PREDICTORS": "",
+        "LEADTIME_ROUTER_PREFIX_SALT": "of the test",
+    }
+    router, peer = (
+        Service("router", tmp_path / "one", **environment),
+        Service("router", tmp_path / "two", **environment),
+    )
+    prompts = ["".join(random.Random(number).choices("abcdefgh ", k=16_384)) for number in range(64)]
+    numbers = itertools.count()
+
+    async def send(client: ExtProcClient, count: int) -> None:
+        for _ in range(count):
+            message = {"role": "user", "content": prompts[next(numbers) % len(prompts)]}
+            body = json.dumps({"model": "m", "messages": [message]}).encode()
+            assert (await client.pick(PATH, body)).destinations
+
+    async def idle(url: str) -> bool:
+        return await metric(url, "leadtime_router_own_requests") == 0
+
+    try:
+        for service in (router, peer):
+            service.log_file.parent.mkdir()
+            await service.start()
+        for service in (router, peer):
+            await until(service.is_ready, "the router is ready")
+        url = f"http://127.0.0.1:{router.port}"
+
+        async def hears_the_other() -> bool:
+            return await metric(url, "leadtime_router_peers") == 1
+
+        await until(hears_the_other, "the router has a peer")
+        async with ExtProcClient(f"127.0.0.1:{router.extproc}") as client:
+            await asyncio.gather(*(send(client, 30) for _ in range(16)))
+            nats.send(signal.SIGSTOP)
+            await asyncio.gather(*(send(client, 10) for _ in range(16)))
+            process = psutil.Process(router.pid)
+            before = process.memory_info().rss
+            await asyncio.gather(*(send(client, 80) for _ in range(16)))
+            grown = process.memory_info().rss - before
+        assert grown < 12 * 1024 * 1024
+        await until(lambda: idle(url), "nothing is under way any more")
+        nats.send(signal.SIGCONT)
+        await until(hears_the_other, "the router has found its peer again")
+        theirs = f"http://127.0.0.1:{peer.port}"
+
+        async def agrees() -> bool:
+            _, body = await fetch(f"{theirs}/v1/stats")
+            return bool(json.loads(body)["inflight_requests"] == 0)
+
+        await until(agrees, "the peer counts nothing under way either")
+    finally:
+        nats.send(signal.SIGCONT)
+        await router.kill()
+        await peer.kill()
+        server.close()
+
+
+async def test_a_thousand_requests_under_way_keep_no_liveness_probe_waiting(tmp_path: Path) -> None:
+    server = ModelServer(ServerSpec(name="s", models=("m",)), asyncio.get_running_loop())
+    await server.start()
+    router = Service(
+        "router", tmp_path, LEADTIME_ROUTER_ENDPOINTS=f"127.0.0.1:{server.port}", LEADTIME_ROUTER_PREDICTORS=""
+    )
+    url = f"http://127.0.0.1:{router.port}"
+
+    async def under_way(count: int) -> bool:
+        _, body = await fetch(f"{url}/v1/stats")
+        return bool(json.loads(body)["inflight_requests"] == count)
+
+    async def probe() -> None:
+        while True:
+            # A probe of the manifests has a time limit of its own; without an answer the status is 0.
+            assert (await fetch(f"{url}/healthz"))[0] == 200
+            await asyncio.sleep(0.05)
+
+    try:
+        await router.start()
+        await until(router.is_ready, "the router is ready")
+        probing = asyncio.create_task(probe())
+        async with ExtProcClient(f"127.0.0.1:{router.extproc}") as client:
+            streams = [client.stream() for _ in range(1_000)]
+            for start in range(0, len(streams), 50):
+                answers = await asyncio.gather(*(one.request(PATH, BODY) for one in streams[start : start + 50]))
+                assert all(answer.destinations for answer in answers)
+            assert await under_way(1_000)
+            assert (await client.pick(PATH, BODY)).destinations
+            await asyncio.gather(*(one.end() for one in streams))
+        await until(lambda: under_way(0), "all have ended")
+        assert router.running
+        assert not probing.done(), probing
+        probing.cancel()
+    finally:
+        await router.kill()
+        server.close()
 
 
 async def test_a_flood_of_access_logs_while_nats_is_frozen_leaves_the_collector_as_large_as_it_was(

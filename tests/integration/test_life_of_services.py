@@ -200,6 +200,34 @@ async def test_a_process_whose_loop_is_frozen_is_ended_with_its_stack() -> None:
     assert b"stand_still" in error
 
 
+STANDING_STILL = """
+import runpy, signal, sys, threading
+signal.signal(signal.SIGUSR1, lambda *_: threading.Event().wait())
+runpy.run_module(sys.argv[1], run_name="__main__", alter_sys=True)
+"""
+
+
+async def test_a_frozen_loop_ends_each_of_the_services(tmp_path: Path) -> None:
+    gone = {
+        "LEADTIME_NATS_SERVERS": f"nats://127.0.0.1:{free_port()}",
+        "LEADTIME_REDIS_URL": f"redis://127.0.0.1:{free_port()}",
+    }
+    found = [Service(name, tmp_path, **gone, **{f"LEADTIME_{name.upper()}_WATCHDOG_S": "2"}) for name in NAMES]
+    try:
+        for service in found:
+            service.spawn([sys.executable, "-c", STANDING_STILL, f"services.{service.name}"])
+        for service in found:
+            await service.ready(service.alive)
+            service.send(signal.SIGUSR1)
+        for service in found:
+            await until(lambda service=service: not service.running, f"the {service.name} has ended")
+            assert await service.stop(0) == 70
+            assert "the event loop has been frozen for 2 s" in service.log()
+    finally:
+        for service in found:
+            await service.kill()
+
+
 async def test_a_process_that_was_stopped_for_a_while_is_no_frozen_one() -> None:
     process = await process_of("run")
     assert process.stdout is not None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from services.router.nats_link import NatsLink
 from services.router.sharing.bus import LedgerBus
@@ -152,6 +153,26 @@ async def test_a_router_that_stops_says_so(nats: NatsServer) -> None:
         await two.bus.leave()
         await two.stop()
         await until(lambda: one.router.share.live_peers == 0, "it is known to be gone", timeout_s=1.0)
+
+
+async def test_the_debug_mode_finds_counts_and_names_what_is_inconsistent(nats: NatsServer) -> None:
+    async with sharing(nats, "one", "two") as (one, _):
+        one.send("a", A)
+        ledger, slot = one.router.pool.ledger, one.router.pool.table.get(A).slot
+        tokens = {"input_tokens": 1.0, "uncached_tokens": 1.0, "expected_output_tokens": None}
+        with capture_logs() as logs:
+            ledger.add("nobody's", slot, predicted_ttft_ms=None, now_ms=CLOCK.monotonic_ms(), **tokens)
+
+            def counted() -> bool:
+                return bool(one.registry.get_sample_value("leadtime_router_ledger_faults_total"))
+
+            await until(counted, "the inconsistency is counted")
+        assert {
+            "event": "ledger inconsistent",
+            "faults": ["nobody's is nobody's"],
+            "count": 1,
+            "log_level": "error",
+        } in logs
 
 
 async def test_damage_on_the_subject_is_counted_and_does_no_harm(nats: NatsServer) -> None:

@@ -168,6 +168,19 @@ async def test_a_killed_server_is_no_candidate_and_comes_back_as_a_cold_new_one(
         assert bed.pool.ledger.counts.late == 1
 
 
+async def test_an_endpoint_that_failed_for_long_is_still_probed_and_joins_as_soon_as_it_answers():
+    """However many probes failed, the next one is never further away than the longest pause."""
+    config = ScrapeConfig(busy_interval_ms=1.0, timeout_ms=2_000.0, max_backoff_ms=200.0)
+    async with model_server() as server, running(config) as bed:
+        await server.stop()
+        bed.add(address_of(server))
+        # Doubled each time, the pause before the 18th alone would be 65 s.
+        await until(lambda: bed.results("refused") >= 18, "18 refused probes")
+        assert bed.pool.ready_endpoints == 0
+        await server.start()
+        await bed.ready(address_of(server))
+
+
 async def test_a_failed_request_has_its_endpoint_probed_at_once():
     slow = ScrapeConfig(idle_interval_ms=3_600_000.0, busy_interval_ms=3_600_000.0)
     async with model_server() as server, running(slow) as bed:

@@ -280,7 +280,7 @@ async def test_a_durable_consumer_of_an_earlier_setting_is_changed_in_place(nats
                 after = await consumer_state(context)
                 found = after.config
                 there = (found.ack_wait, found.max_deliver, found.max_ack_pending) == (5.0, 7, 123)
-                return there and after.created == before.created
+                return there and found.backoff == [5.0, 10.0, 20.0, 40.0] and after.created == before.created
 
             await until(changed_in_place, "the consumer has the new settings")
 

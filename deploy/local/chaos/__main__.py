@@ -1,5 +1,7 @@
 """`python -m deploy.local.chaos [--short] [--json FILE] [--only TEXT]`: play the faults, print the table, judge it.
 
+`--storm SECONDS [--seed N]` harms at random instead, several parts at once (`storm.py`).
+
 Exit status: 0 all held, 1 something didn't.
 """
 
@@ -13,7 +15,8 @@ import time
 from pathlib import Path
 
 from deploy.local.chaos.report import failures, table
-from deploy.local.chaos.suite import run_chaos
+from deploy.local.chaos.storm import ROUTERS, storms, stuck
+from deploy.local.chaos.suite import LONG, SHORT, all_faults, run_chaos
 from deploy.local.run_dir import new_run_dir
 
 
@@ -22,6 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help="fewer faults, shorter: under four minutes")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--only", help="only faults whose name holds this text")
+    parser.add_argument("--storm", type=float, metavar="SECONDS", help="harm at random for so long")
+    parser.add_argument("--seed", type=int, default=1, help="of what a storm harms")
     options = parser.parse_args(arguments)
     run_dir = new_run_dir(Path.cwd(), "chaos", time.strftime("%Y%m%d-%H%M%S"), os.getpid())
 
@@ -29,9 +34,15 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
-    result = asyncio.run(
-        run_chaos(run_dir, short=options.short, only=options.only, say=say, rng=random.Random())  # noqa: S311 - ports
-    )
+    pace, rng = SHORT if options.short else LONG, random.Random()  # noqa: S311 - ports
+    if options.storm is not None:
+        found = storms(options.storm, options.seed)
+        playing = run_chaos(run_dir, found, pace, say=say, rng=rng, routers=ROUTERS, quiet=stuck)
+    else:
+        chosen = [fault for fault in all_faults() if fault.short or not options.short]
+        faults = [fault for fault in chosen if options.only is None or options.only in fault.name]
+        playing = run_chaos(run_dir, faults, pace, say=say, rng=rng)
+    result = {**asyncio.run(playing), "short": options.short}
     result["broken"] = failures(result)
     sys.stdout.write(table(result["faults"]) + "\n")
     sys.stdout.write(f"samples: {json.dumps(result['samples'])}; {result['seconds']} s; logs: {run_dir}\n")

@@ -31,6 +31,7 @@ def failures(result: Mapping[str, Any]) -> list[str]:
         if fault["failed_by_leadtime"]:
             found.append(f"{name}: {fault['failed_by_leadtime']} requests failed by Leadtime: {fault['reasons']}")
         found += [f"{name}: {key} is {fault[key]}" for key in _NONE if fault[key]]
+        found += [f"{name}: stuck: {what}" for what in fault["stuck"]]
         settled = fault["ledger_settle_s"]
         if settled is None or settled > SETTLE_LIMIT_S:
             found.append(f"{name}: the ledgers weren't exact within {SETTLE_LIMIT_S:g} s ({settled})")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.router.request.inference_request import InferenceRequest
 from services.router.sharing.messages import MAX_ENTRIES
 from services.router.sharing.share import ShareConfig
 from shared.samples import Outcome
@@ -69,6 +70,26 @@ def test_a_request_that_another_endpoint_serves_moves_everywhere_once() -> None:
     one.finish("a", network.now_ms)
     network.run(100.0)
     assert {router.loads() for router in (one, two, newcomer)} == {(0, 0)}
+
+
+def test_two_routers_agree_on_where_repeated_prefixes_are_and_a_newcomer_soon_does() -> None:
+    """Each prompt is sent by one of them alone, to an endpoint that the other can only have heard of."""
+    network, one, two = pair()
+    prompts = [request(bytes([number]) * 4_096, tokens=1_000.0) for number in range(100)]
+    for number, prompt in enumerate(prompts):
+        (one, two)[number % 2].send(str(number), A if number % 3 else B, network.now_ms, prompt)
+        network.run(100.0)
+    newcomer = Router("three")
+    network.join(newcomer)
+    network.run(10_000.0)
+
+    def warm(router: Router, prompt: InferenceRequest) -> list[bool]:
+        _, match = router.pool.snapshot(prompt, None, network.now_ms + router.lead_ms)
+        return [bool(match.matched_tokens[router.pool.table.get(address).slot] > 0) for address in (A, B)]
+
+    for number, prompt in enumerate(prompts):
+        expected = [number % 3 > 0, number % 3 == 0]
+        assert warm(one, prompt) == warm(two, prompt) == warm(newcomer, prompt) == expected
 
 
 def test_with_different_salts_requests_are_shared_and_prefixes_are_not() -> None:
