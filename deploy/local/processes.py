@@ -238,11 +238,12 @@ class Supervisor:
         await child.start()
         await child.ready(probe, deadline_s)
 
-    async def ended(self) -> Child:
-        """Wait for a child that ends without having been told to, and return it."""
+    async def ended(self, name: str | None = None) -> Child:
+        """Wait for a child that ends without having been told to, and return it. `name`: that child alone."""
+        watched = self._children.values() if name is None else (self._children[name],)
         waits = {
             asyncio.ensure_future(child.wait()): child
-            for child in self._children.values()
+            for child in watched
             if not child.stopping and child.pid is not None
         }
         try:

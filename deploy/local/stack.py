@@ -127,9 +127,9 @@ class Stack:
         child.kill()
         await child.wait()
 
-    async def ended(self) -> None:
-        """Wait; raises ChildError once a child ends without having been told to."""
-        raise self.supervisor.fault(await self.supervisor.ended())
+    async def ended(self, name: str | None = None) -> None:
+        """Wait; raises ChildError once a child ends without having been told to. `name`: that child alone."""
+        raise self.supervisor.fault(await self.supervisor.ended(name))
 
     async def _start(self) -> None:
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S))

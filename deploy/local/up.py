@@ -76,19 +76,28 @@ async def run_up(options: UpOptions, say: Callable[[str], None], make_stack: Cal
 
 
 async def watch(stack: Stack, say: Callable[[str], None]) -> None:
-    """Start again what ends by itself, for ever. Requests go on meanwhile, each part's README says how."""
+    """Start again what ends by itself, for ever. Requests go on meanwhile, each part's README says how.
+
+    Each part by itself: a trainer is ready only with Redis, so while one was awaited the other would stay dead.
+    """
+    async with asyncio.TaskGroup() as parts:
+        for child in stack.supervisor.children:
+            parts.create_task(_keep(stack, child.name, say), name=f"keep {child.name}")
+
+
+async def _keep(stack: Stack, name: str, say: Callable[[str], None]) -> None:
     while True:
         try:
-            await stack.ended()
+            await stack.ended(name)
         except ChildError as fault:
             say(str(fault))
-            # A part that ends at once again and again must not keep the machine busy with starting it.
-            await asyncio.sleep(_RESTART_PAUSE_S)
-            try:
-                await stack.restart(fault.name)
-                say(f"{fault.name}: started again")
-            except ChildError as again:
-                say(str(again))
+        # A part that ends at once again and again must not keep the machine busy with starting it.
+        await asyncio.sleep(_RESTART_PAUSE_S)
+        try:
+            await stack.restart(name)
+            say(f"{name}: started again")
+        except ChildError as again:
+            say(str(again))
 
 
 def listen_at(address: Address) -> None:

@@ -1,20 +1,26 @@
 """NATS with TLS, NKeys and credentials: a real server that refuses strangers, the services' own clients."""
 
+import asyncio
 import base64
 import contextlib
 import hashlib
 import json
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import nkeys
+from prometheus_client import CollectorRegistry
 
+from services.router.nats_link import NatsLink
+from shared.names import samples_subject
 from shared.settings import NatsSettings, StreamSettings
 from tests.certificates import Authority, write
 from tests.integration.collector.running import running_collector
 from tests.integration.collector.test_publish import sample
-from tests.servers import NatsServer, free_port, nats_server, until
+from tests.integration.trainer_service import running_trainer
+from tests.servers import NatsServer, RedisServer, fetch, free_port, nats_server, until
 
 
 def keys(prefix: int) -> Any:
@@ -45,9 +51,36 @@ def account(operator: Any, who: Any, name: str, *, jetstream: bool) -> str:
     return signed(operator, who, name, {"type": "account", "limits": {**unlimited, "wildcards": True, **storage}})
 
 
-async def delivers(settings: NatsSettings) -> None:
-    async with running_collector(settings.servers, nats=settings) as collector:
+@contextlib.asynccontextmanager
+async def listening(settings: NatsSettings, heard: list[bytes]) -> AsyncIterator[NatsLink]:
+    """A router's connection, which hears of each sample."""
+    link = NatsLink(settings.connect_options(), CollectorRegistry())
+    link.subscribe(samples_subject("default"), heard.append)
+    running = asyncio.create_task(link.run())
+    try:
+        yield link
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def delivers(settings: NatsSettings, redis: RedisServer) -> None:
+    """What the collector stores comes to a router and to the trainer, each with its own connection."""
+    heard: list[bytes] = []
+    async with (
+        listening(settings, heard) as link,
+        running_collector(settings.servers, nats=settings) as collector,
+        running_trainer(settings, redis.url) as trainer,
+    ):
+        await until(lambda: link.connected, "the router is connected")
         assert (await collector.post(json.dumps(sample()))).status_code == 200
+        await until(lambda: heard, "the router has heard of the sample")
+
+        async def judged() -> bool:  # of another schema than its own
+            _, page = await fetch(f"{trainer.url}/metrics")
+            return b'leadtime_trainer_samples_rejected_total{reason="schema"} 1.0' in page
+
+        await until(judged, "the trainer has the sample")
 
 
 async def is_refused(settings: NatsSettings) -> None:
@@ -60,7 +93,7 @@ async def is_refused(settings: NatsSettings) -> None:
         assert not await collector.ready()
 
 
-async def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
+async def test_tls_with_certificates_of_both_sides(redis: RedisServer, tmp_path: Path) -> None:
     authority = Authority.make()
     theirs, ours = write(tmp_path, authority, "server"), write(tmp_path, authority, "client")
     config = tmp_path / "nats.conf"
@@ -69,22 +102,22 @@ async def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
     async with nats_server(tmp_path / "store", extra=["-c", str(config)]) as server:
         url = server.url.replace("nats://127.0.0.1", "tls://localhost")
         own = {"tls_cert_file": ours.certificate, "tls_key_file": ours.key}
-        await delivers(NatsSettings(servers=url, tls_ca_file=ours.authority, **own))
+        await delivers(NatsSettings(servers=url, tls_ca_file=ours.authority, **own), redis)
         await is_refused(NatsSettings(servers=url, tls_ca_file=ours.authority))
 
 
-async def test_an_nkey_opens_what_it_is_allowed_to(tmp_path: Path) -> None:
+async def test_an_nkey_opens_what_it_is_allowed_to(redis: RedisServer, tmp_path: Path) -> None:
     user, stranger = keys(nkeys.PREFIX_BYTE_USER), keys(nkeys.PREFIX_BYTE_USER)
     config, seed, wrong = tmp_path / "nats.conf", tmp_path / "seed", tmp_path / "wrong"
     config.write_text(f"authorization {{ users: [ {{ nkey: {user.public_key.decode()} }} ] }}")
     seed.write_bytes(user.seed)
     wrong.write_bytes(stranger.seed)
     async with nats_server(tmp_path / "store", extra=["-c", str(config)]) as server:
-        await delivers(NatsSettings(servers=server.url, nkey_seed_file=seed))
+        await delivers(NatsSettings(servers=server.url, nkey_seed_file=seed), redis)
         await is_refused(NatsSettings(servers=server.url, nkey_seed_file=wrong))
 
 
-async def test_credentials_of_an_operators_user_are_taken(tmp_path: Path) -> None:
+async def test_credentials_of_an_operators_user_are_taken(redis: RedisServer, tmp_path: Path) -> None:
     operator, system = keys(nkeys.PREFIX_BYTE_OPERATOR), keys(nkeys.PREFIX_BYTE_ACCOUNT)
     ours, user = keys(nkeys.PREFIX_BYTE_ACCOUNT), keys(nkeys.PREFIX_BYTE_USER)
     config, credentials = tmp_path / "nats.conf", tmp_path / "user.creds"
@@ -104,7 +137,7 @@ async def test_credentials_of_an_operators_user_are_taken(tmp_path: Path) -> Non
         f"-----BEGIN USER NKEY SEED-----\n{user.seed.decode()}\n------END USER NKEY SEED------\n"
     )
     async with nats_server(tmp_path / "store", extra=["-c", str(config)]) as server:
-        await delivers(NatsSettings(servers=server.url, credentials_file=credentials))
+        await delivers(NatsSettings(servers=server.url, credentials_file=credentials), redis)
         await is_refused(NatsSettings(servers=server.url))
 
 

@@ -62,7 +62,7 @@ class RunningTrainer:
 
 @contextlib.asynccontextmanager
 async def running_trainer(
-    nats_url: str, redis_url: str | RedisSettings, **settings: Any
+    nats_url: str | NatsSettings, redis_url: str | RedisSettings, **settings: Any
 ) -> AsyncIterator[RunningTrainer]:
     """A trainer that fits every 200 ms, on a free port."""
     port = free_port()
@@ -71,7 +71,7 @@ async def running_trainer(
         **{"retrain_interval_ms": 200, "calibration_interval_ms": 100, "store_check_interval_ms": 300, "rounds": 10}
         | settings,
         http_port=port,
-        nats=NatsSettings(servers=nats_url),
+        nats=nats_url if isinstance(nats_url, NatsSettings) else NatsSettings(servers=nats_url),
         redis=redis_url if isinstance(redis_url, RedisSettings) else RedisSettings(url=redis_url, signing_key=key),
     )
     stop = asyncio.Event()
