@@ -83,7 +83,8 @@ check: $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) tests/unit || $(SECOND_LOOK)
 
 chaos: $(VENV)/.local
-	@$(BIN)/python -m deploy.local.chaos $(if $(SHORT),--short) $(if $(JSON),--json $(JSON))
+	@$(BIN)/python -m deploy.local.chaos $(if $(SHORT),--short) $(if $(STORM),--storm $(STORM)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(JSON),--json $(JSON))
 
 N ?= 200000
 soak: $(VENV)/.local

@@ -11,6 +11,7 @@ import pytest
 from deploy.local.chaos.harm import Clock
 from deploy.local.chaos.load import Fate, Load
 from deploy.local.chaos.report import failures, quantile, table
+from deploy.local.chaos.storm import shut_out, storms
 from deploy.local.chaos.suite import Looks, all_faults, is_the_endpoints
 
 FAULT = {
@@ -28,6 +29,7 @@ FAULT = {
     "predictions_checked": 20,
     "bundles_mixed": 0,
     "predictions_unexplained": 0,
+    "stuck": [],
 }
 RESULT = {
     "faults": [FAULT],
@@ -48,6 +50,7 @@ def test_what_held_is_no_failure() -> None:
         ("samples_lost", 2, "samples_lost is 2"),
         ("samples_doubled", 1, "samples_doubled is 1"),
         ("bundles_mixed", 1, "bundles_mixed is 1"),
+        ("stuck", ["a router follows 2 of 3 others"], "stuck: a router follows 2 of 3 others"),
         ("ledger_settle_s", 1.2, "exact within 1 s"),
         ("ledger_settle_s", None, "exact within 1 s"),
     ],
@@ -131,3 +134,23 @@ def test_the_wall_clock_of_a_service_jumps_and_its_monotonic_one_does_not(tmp_pa
     assert wall == pytest.approx(before[0] - 3_600.0, abs=60.0)
     assert wall_ns == pytest.approx(wall, abs=1.0)
     assert monotonic >= before[1]
+
+
+def test_storms_of_a_minute_fill_the_time_each_with_a_seed_of_its_own() -> None:
+    assert [fault.name for fault in storms(180.0, 5)] == ["storm 5", "storm 6", "storm 7"]
+    assert [fault.name for fault in storms(10.0, 1)] == ["storm 1"]
+
+
+def test_hosts_that_envoy_holds_for_failed_are_named_with_the_reason() -> None:
+    def host(port: int, **health: object) -> dict[str, object]:
+        return {"address": {"socket_address": {"port_value": port}}, "health_status": health}
+
+    page = {
+        "cluster_statuses": [
+            {"name": "models", "host_statuses": [host(1, eds_health_status="HEALTHY")]},
+            {"name": "router", "host_statuses": [host(2, eds_health_status="HEALTHY", failed_outlier_check=True)]},
+            {"name": "empty"},
+        ]
+    }
+    assert shut_out(page) == ["Envoy holds 2 of router for failed: {'failed_outlier_check'}"]
+    assert shut_out({"cluster_statuses": page["cluster_statuses"][:1]}) == []
