@@ -15,8 +15,9 @@ from services.router.discovery.names import NamesSource
 from services.router.request.inference_request import InferenceRequest
 from services.router.request.tokens import TokenEstimator
 from services.router.state.exposition import EndpointCollector
-from services.router.state.pool import EndpointStatus, PoolConfig, PoolState
+from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.scraper import ScrapeConfig, Scraper
+from services.router.state.status import EndpointStatus
 from services.router.state.vllm_metrics import parse_metrics
 from shared.clock import SystemClock
 from shared.lifecycle import Readiness

@@ -11,35 +11,30 @@ Where routers share what they know, a `Journal` is told what happens here, and w
 Limits: one event loop.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from services.router.request.inference_request import InferenceRequest
 from services.router.request.tokens import TokenEstimator, expected_output_tokens
 from services.router.state.cache_book import CacheBook, TextChange
+from services.router.state.cache_room import CacheRoom
+from services.router.state.dispatch_records import DispatchRecord, DispatchRecords
+from services.router.state.journal import Journal
 from services.router.state.kv_events import KvEvent
 from services.router.state.ledger import Ledger
 from services.router.state.prefix_index import BlockHasher, PrefixIndex, PrefixMatch
 from services.router.state.roles import Role
 from services.router.state.snapshot import Candidates
+from services.router.state.status import EndpointStatus, status_of
 from services.router.state.table import MAX_CANDIDATES, Endpoint, EndpointTable
 from services.router.state.vllm_metrics import EngineMetrics
-from shared.features import HARDWARE_CLASSES
 from shared.samples import LatencySample, Outcome
 
 # Process starts closer than this are one process: exporters round to clock ticks.
 _SAME_START_S: Final = 0.02
-_MAX_RECORDS: Final = 16_384
-# Block names of requests whose outcome isn't known, 40 bytes each: for those that another endpoint serves in the end.
-_MAX_HELD_BLOCKS: Final = 262_144
-# How a wrong guess about an endpoint's cache changes the room that the index gives it.
-_CAPACITY_SHRINK: Final = 0.9
-_CAPACITY_GROW: Final = 1.02
-_CAPACITY_FLOOR: Final = 0.05
 _CAPACITY_TOLERANCE: Final = 0.05
 _NOTHING_MATCHED: Final = np.zeros(0, np.float32)
 # An event may be on its way a little longer than the end of its request, or be stamped earlier.
@@ -63,103 +58,6 @@ class PoolConfig:
     prefix_total_blocks: int = 500_000
     max_request_age_ms: float = 3_600_000.0
     max_candidates: int = MAX_CANDIDATES
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointStatus:
-    """One endpoint for the admin pages; None is unknown. `scrape_age_ms` is told however old it is."""
-
-    address: str
-    ready: bool
-    retired: bool
-    engine: str
-    hardware_class: str
-    role: str
-    models: list[str] | None
-    incarnation: float
-    incarnations: int
-    in_flight_requests: int
-    in_flight_tokens: int
-    pending_requests: int
-    pending_uncached_tokens: int
-    oldest_pending_age_ms: float
-    decoding_requests: int
-    decode_context_tokens: float
-    step_time_ms: float | None
-    waiting_requests: float | None
-    running_requests: float | None
-    kv_cache_utilization: float | None
-    scrape_age_ms: float | None
-    prefix_blocks: int
-    prefix_capacity_blocks: int
-    tells_of_its_cache: bool
-
-
-@dataclass(slots=True)
-class _Record:
-    """What has to be known of a dispatched request when its outcome comes back.
-
-    `passed_over`: another endpoint served it than the one that it was dispatched to, the first in the list. `own`: this
-    router dispatched it, no peer.
-    """
-
-    address: str
-    slot: int
-    incarnations: int
-    model: str
-    text_bytes: int
-    ahead_tokens: int
-    matched_tokens: float
-    alone: bool
-    input_tokens: float
-    own: bool
-    dispatched_ms: float
-    backlog_tokens: float
-    passed_over: bool = False
-    finished_ms: float | None = None
-
-
-class Journal(Protocol):
-    """Told of what this router does itself, so that others can know it. Nothing that it is told comes from a peer."""
-
-    def dispatched(
-        self,
-        decision_id: str,
-        endpoint: Endpoint,
-        request: InferenceRequest,
-        *,
-        uncached_tokens: float,
-        expected_output_tokens: float | None,
-        predicted_ttft_ms: float | None,
-        names: list[int],
-        now_ms: float,
-    ) -> None:
-        """A request was counted in."""
-        ...
-
-    def first_token(self, decision_id: str, now_ms: float) -> None:
-        """Its first token was seen."""
-        ...
-
-    def moved(self, decision_id: str, address: str, predicted_ttft_ms: float | None, now_ms: float) -> None:
-        """Another endpoint serves it than the one it was dispatched to."""
-        ...
-
-    def ended(self, decision_id: str, *, completed: bool) -> None:
-        """It is over, whether or not the ledger still had it."""
-        ...
-
-    def outcome(self, decision_id: str, *, completed: bool, now_ms: float) -> None:
-        """What became of a request is known from the bus, whoever dispatched it."""
-        ...
-
-    def endpoint_added(self, address: str, now_ms: float) -> None:
-        """Discovery lists it."""
-        ...
-
-    def load_seen(self, address: str, requests: float, now_ms: float) -> None:
-        """The endpoint's server said how many requests it has, waiting or running."""
-        ...
 
 
 class PoolState:
@@ -187,11 +85,8 @@ class PoolState:
         self.journal: Journal | None = None
         self._block_bytes = config.prefix_block_bytes
         self._learned_output_tokens: Mapping[str, float] = {}
-        self._records: OrderedDict[str, _Record] = OrderedDict()
-        self._matches: OrderedDict[str, PrefixMatch] = OrderedDict()
-        self._held_blocks = 0
-        self._kv_tokens: dict[int, int] = {}
-        self._capacity_factor: dict[int, float] = {}
+        self._records = DispatchRecords()
+        self._room = CacheRoom()
 
     # --- the director's part ------------------------------------------------------------------------------------
 
@@ -300,7 +195,7 @@ class PoolState:
         if self.on_first_request is not None and self.ledger.in_flight(slot) == 1:
             self.on_first_request(endpoint.address)
         pending, ahead_tokens = self.ledger.pending(slot)
-        self._records[decision_id] = _Record(
+        record = DispatchRecord(
             endpoint.address,
             slot,
             endpoint.incarnations,
@@ -314,18 +209,9 @@ class PoolState:
             dispatched_ms,
             backlog_tokens,
         )
-        if len(self._records) > _MAX_RECORDS:
-            self._records.popitem(last=False)
+        self._records.add(decision_id, record, match)
         self.prefixes.insert(match.names, slot)
-        if match.names:
-            self._hold(decision_id, match)
         return True
-
-    def _hold(self, decision_id: str, match: PrefixMatch) -> None:
-        self._matches[decision_id] = match
-        self._held_blocks += len(match.names)
-        while self._held_blocks > _MAX_HELD_BLOCKS:
-            self._held_blocks -= len(self._matches.popitem(last=False)[1].names)
 
     def observe_served(
         self, decision_id: str, address: str, now_ms: float, *, predicted_ttft_ms: float | None = None
@@ -343,7 +229,7 @@ class PoolState:
         picked, served = self.table.get(record.address), self.table.get(address)
         if served is None:  # nobody that we know: it stays counted where it is until it ends
             return record.own
-        match = self._matches.get(decision_id)
+        match = self._records.match(decision_id)
         matched = 0.0
         if match is not None:
             self.prefixes.insert(match.names, served.slot)
@@ -444,9 +330,9 @@ class PoolState:
             self._forget_if_empty(slot)
         return removed
 
-    def _take_back(self, decision_id: str, record: _Record) -> None:
+    def _take_back(self, decision_id: str, record: DispatchRecord) -> None:
         """What a request was to compute, and didn't: the endpoint's cache hasn't got it."""
-        match = self._matches.get(decision_id)
+        match = self._records.match(decision_id)
         if match is None or match.block_tokens <= 0.0:
             return
         had = round(record.matched_tokens / match.block_tokens)
@@ -466,10 +352,10 @@ class PoolState:
     def observe_outcome(self, sample: LatencySample, now_ms: float) -> None:
         """Learn from a completed request, ours or another router's."""
         self.advance(now_ms)
-        match = self._matches.get(sample.decision_id)
+        match = self._records.match(sample.decision_id)
         if sample.outcome in _FAILED_UPSTREAM and (failed := self._records.get(sample.decision_id)) is not None:
             self._take_back(sample.decision_id, failed)
-        record = self._settle(sample.decision_id)
+        record = self._records.settle(sample.decision_id)
         served = self.table.get(sample.endpoint)
         if self.journal is not None:
             self.journal.outcome(sample.decision_id, completed=sample.outcome is Outcome.OK, now_ms=now_ms)
@@ -496,15 +382,9 @@ class PoolState:
 
     def observe_end(self, decision_id: str, now_ms: float) -> None:
         """A finished request of which there is nothing to learn."""
-        self._settle(decision_id)
+        self._records.settle(decision_id)
         if self.journal is not None:
             self.journal.outcome(decision_id, completed=False, now_ms=now_ms)
-
-    def _settle(self, decision_id: str) -> _Record | None:
-        match = self._matches.pop(decision_id, None)
-        if match is not None:
-            self._held_blocks -= len(match.names)
-        return self._records.pop(decision_id, None)
 
     def doubt(self, address: str) -> None:
         """Somebody has seen an endpoint otherwise than we do: whoever probes is to ask it now."""
@@ -515,7 +395,7 @@ class PoolState:
         """Usual answer lengths in tokens by model, from the trainer's calibration."""
         self._learned_output_tokens = dict(learned)
 
-    def _learn_chain(self, record: _Record, match: PrefixMatch, input_tokens: int, now_ms: float) -> None:
+    def _learn_chain(self, record: DispatchRecord, match: PrefixMatch, input_tokens: int, now_ms: float) -> None:
         """Which blocks of the server's cache the request's prompt became."""
         if match.block_tokens <= 0.0:  # a peer's: how its text is cut isn't told
             return
@@ -535,30 +415,25 @@ class PoolState:
         if change.held:
             self.prefixes.add(change.held, slot)
 
-    def _learn_cache(self, endpoint: Endpoint, record: _Record, cached_tokens: int) -> None:
+    def _learn_cache(self, endpoint: Endpoint, record: DispatchRecord, cached_tokens: int) -> None:
         """Less found than believed: the cache holds less than it says, or others use it. Asked only of requests that
         found the endpoint's queue empty: blocks that are still being computed can't be hit.
         """
         if record.matched_tokens < 2 * self._block_tokens(record.model):
             return
-        factor = self._capacity_factor.get(endpoint.slot, 1.0)
-        enough = cached_tokens >= record.matched_tokens / 2
-        factor = min(factor * _CAPACITY_GROW, 1.0) if enough else max(factor * _CAPACITY_SHRINK, _CAPACITY_FLOOR)
-        self._capacity_factor[endpoint.slot] = factor
+        self._room.learn(endpoint.slot, found=cached_tokens >= record.matched_tokens / 2)
         self._size_shelf(endpoint)
 
     def _block_tokens(self, model: str) -> float:
         return self._block_bytes / self.tokens.bytes_per_token(model)
 
     def _size_shelf(self, endpoint: Endpoint) -> None:
-        tokens = self._kv_tokens.get(endpoint.slot)
-        if tokens is None:
-            return
         model = min(endpoint.models) if endpoint.models else ""
-        blocks = int(tokens / self._block_tokens(model) * self._capacity_factor.get(endpoint.slot, 1.0))
-        present = self.prefixes.capacity(endpoint.slot)
-        if abs(blocks - present) > _CAPACITY_TOLERANCE * present:
-            self.prefixes.set_capacity(endpoint.slot, blocks)
+        blocks = self._room.blocks(endpoint.slot, self._block_tokens(model))
+        if blocks is not None:
+            present = self.prefixes.capacity(endpoint.slot)
+            if abs(blocks - present) > _CAPACITY_TOLERANCE * present:
+                self.prefixes.set_capacity(endpoint.slot, blocks)
 
     # --- discovery's part ---------------------------------------------------------------------------------------
 
@@ -615,8 +490,7 @@ class PoolState:
         self.ledger.drop(endpoint.slot)
         self.prefixes.drop(endpoint.slot)
         self.cache_book.forget(endpoint.slot)
-        self._kv_tokens.pop(endpoint.slot, None)
-        self._capacity_factor.pop(endpoint.slot, None)
+        self._room.forget(endpoint.slot)
 
     # --- the scraper's part -------------------------------------------------------------------------------------
 
@@ -647,7 +521,7 @@ class PoolState:
             if self.journal is not None:
                 self.journal.load_seen(address, metrics.waiting_requests + metrics.running_requests, now_ms)
         if metrics.kv_capacity_tokens:
-            self._kv_tokens[endpoint.slot] = metrics.kv_capacity_tokens
+            self._room.told(endpoint.slot, metrics.kv_capacity_tokens)
             self.table.set_kv_capacity(endpoint.slot, float(metrics.kv_capacity_tokens))
             self._size_shelf(endpoint)
         return renewed
@@ -700,41 +574,12 @@ class PoolState:
     @property
     def held_blocks(self) -> int:
         """Block names kept for requests whose outcome isn't known."""
-        return self._held_blocks
+        return self._records.held_blocks
 
     def endpoints(self, now_ms: float) -> list[EndpointStatus]:
         """Every endpoint, ready or not, for the admin pages."""
         self.advance(now_ms)
-        return [self._status(endpoint, now_ms) for endpoint in self.table]
-
-    def _status(self, endpoint: Endpoint, now_ms: float) -> EndpointStatus:
-        slot = endpoint.slot
-        view = self.table.view(slot, now_ms)
-        scraped = bool(view.scrape_known[0])
-        pending, pending_tokens = self.ledger.pending(slot)
-        return EndpointStatus(
-            address=endpoint.address,
-            ready=endpoint.ready,
-            retired=endpoint.retired,
-            engine=endpoint.engine,
-            hardware_class=HARDWARE_CLASSES[endpoint.hardware_class],
-            role=endpoint.role.value,
-            models=None if endpoint.models is None else sorted(endpoint.models),
-            incarnation=endpoint.incarnation,
-            incarnations=endpoint.incarnations,
-            in_flight_requests=self.ledger.in_flight(slot),
-            in_flight_tokens=self.ledger.in_flight_tokens(slot),
-            pending_requests=pending,
-            pending_uncached_tokens=pending_tokens,
-            oldest_pending_age_ms=float(view.oldest_pending_age_ms[0]),
-            decoding_requests=self.ledger.in_flight(slot) - pending,
-            decode_context_tokens=float(view.decode_context_tokens[0]),
-            step_time_ms=self.table.step_time_ms(slot),
-            waiting_requests=float(view.waiting_requests[0]) if scraped else None,
-            running_requests=float(view.running_requests[0]) if scraped else None,
-            kv_cache_utilization=float(view.kv_cache_utilization[0]) if scraped else None,
-            scrape_age_ms=self.table.scrape_age_ms(slot, now_ms),
-            prefix_blocks=self.prefixes.held_blocks(slot),
-            prefix_capacity_blocks=self.prefixes.capacity(slot),
-            tells_of_its_cache=self.cache_book.live(slot),
-        )
+        return [
+            status_of(endpoint, self.table, self.ledger, self.prefixes, self.cache_book, now_ms)
+            for endpoint in self.table
+        ]
