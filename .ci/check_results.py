@@ -162,6 +162,12 @@ def bench_model(result: Mapping[str, Any]) -> list[str]:
     for place, row in enumerate(result["extrapolation"]):  # empty where the public data isn't there
         where = f"extrapolation[{place}] ({row['machine']}, {row['split']}, {row['beyond']}, {row['method']})"
         faults += [f"{where}: {key} is {row[key]}" for key in ("bias", "mape") if not is_number(row[key])]
+    for row in result["selection"]:
+        faults += [
+            f"selection ({row['left_out']}): {key} is {row[key]}"
+            for key in ("cost_in_use", "best_cost")
+            if not positive(row[key])
+        ]
     methods = set()
     for place, row in enumerate(result["queueing"]):
         where = f"queueing[{place}] ({row['scenario']}, {row['seed']}, {row['method']}, {row['ledger']})"

@@ -1,8 +1,8 @@
 """What the latency model is worth: one JSON object of the sections below, each in a module of its own.
 
-`extrapolation`, `training` (`model_extrapolation.py`); `queueing` (`model_queueing.py`) and its `queueing_summary`,
-means and spreads over seeds; `drift` (`model_drift.py`); `export` (`model_export.py`). `bench/README.md` says what is
-compared with what.
+`extrapolation`, `selection`, `training` (`model_extrapolation.py`); `queueing` (`model_queueing.py`) and its
+`queueing_summary`, means and spreads over seeds; `drift` (`model_drift.py`); `export` (`model_export.py`).
+`bench/README.md` says what is compared with what.
 
     python -m bench.model [--quick] [--only SECTION,…] [--json FILE]
 
@@ -24,12 +24,13 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from bench.model_drift import drift
 from bench.model_export import export
-from bench.model_extrapolation import extrapolation, training
+from bench.model_extrapolation import extrapolation, selection, training
 from bench.model_queueing import queueing, summary
 
 SECTIONS: Final[Mapping[str, Callable[[bool], Any]]] = MappingProxyType(
     {
         "extrapolation": extrapolation,
+        "selection": selection,
         "queueing": queueing,
         "drift": drift,
         "training": training,

@@ -5,8 +5,12 @@ what they were), `step at the same load` (only the pods ×1.5: queues grow as we
 `swap` (one endpoint of four becomes half as fast, and keeps its name and hardware class). `labels_to_recover`: labels
 that the trainer has received since the change, or since the end of the ramp, when the rolling mean error of 100
 requests, in order of their ends, is within 15 % of the mean before for the first time after the worst such mean; for
-the swap over the changed endpoint's requests. None: it never was. `coverage_after`: P90 coverage by backlog bin of
-requests 500 to 2,500 after the change.
+the swap over the changed endpoint's requests, and `own_labels_to_recover` counts its labels alone. None: it never was.
+`coverage_after`: P90 coverage by backlog bin of requests 500 to 2,500 after the change.
+
+Slower pods under the same load have longer queues, whose errors are larger, so that nobody would come back to the error
+of before. `mape_if_always_so` is that of the same requests on pods that were so from the beginning, and
+`labels_to_recover_to_that` counts until the error is within 15 % of it.
 
 The ledger is the product's (timer + scrape). Labels come at a request's end, so what was sent before the change and
 what was sent before its first label came back can't be right: these are about as many as are in flight, twice.
@@ -61,26 +65,55 @@ def run(kind: str, seed: int, before: int, after: int, options: CycleOptions | N
     scenario = replace(SCENARIOS["poisson-2048"], requests_per_s=LOADS[kind])
     recording, shift = changing(scenario, kind, seed, before, after)
     watched = watch(recording, LEDGER, VirtualTrainer(options or CycleOptions("pool"), CADENCE))
-    affected = ~recording.aborted & np.isfinite(recording.ttft_ms)
-    if shift.pods is not None:
-        affected &= np.isin(recording.pod, shift.pods)
+    affected = _affected(recording, shift)
     order = np.argsort(recording.end_ms, kind="stable")
     order = order[affected[order]]
     relative = np.abs(watched.column("ttft_p50") / recording.ttft_ms - 1.0)
-    later = recording.dispatched_ms >= shift.begins_ms
-    earlier = ~later & affected & (recording.dispatched_ms >= 0.5 * shift.begins_ms)
+    earlier = affected & (recording.dispatched_ms < shift.begins_ms)
+    earlier &= recording.dispatched_ms >= 0.5 * shift.begins_ms
     steady = float(relative[earlier].mean())
-    numbers = np.cumsum(later) - 1
-    settled = affected & later & (numbers >= SETTLED[0]) & (numbers < SETTLED[1])
-    return {
+    settled = _settled(recording, shift)
+    row = {
         "kind": kind,
         "seed": seed,
         "labels_to_recover": labels_to_recover(recording, relative, order, shift, steady),
+    }
+    if shift.pods is not None:
+        row["own_labels_to_recover"] = labels_to_recover(recording, relative, order, shift, steady, counted=affected)
+    if not shift.dilates:
+        always = _error_if_always(scenario, shift, seed, before + after, options)
+        row["mape_if_always_so"] = always
+        row["labels_to_recover_to_that"] = labels_to_recover(recording, relative, order, shift, always)
+    return row | {
         "mape_before": steady,
         "mape_after": errors(recording.ttft_ms, watched.column("ttft_p50"), settled),
         "p90_coverage_after": float((recording.ttft_ms <= watched.column("ttft_p90"))[settled].mean()),
         "coverage_after": _coverage(recording, watched, settled),
     }
+
+
+def _affected(recording: Recording, shift: Shift) -> npt.NDArray[np.bool_]:
+    """Answered requests of the pods that change."""
+    answered = ~recording.aborted & np.isfinite(recording.ttft_ms)
+    return answered if shift.pods is None else answered & np.isin(recording.pod, shift.pods)
+
+
+def _settled(recording: Recording, shift: Shift) -> npt.NDArray[np.bool_]:
+    """Those of requests 500 to 2,500 after the change."""
+    later = recording.dispatched_ms >= shift.begins_ms
+    numbers = np.cumsum(later) - 1
+    settled: npt.NDArray[np.bool_] = (
+        _affected(recording, shift) & later & (numbers >= SETTLED[0]) & (numbers < SETTLED[1])
+    )
+    return settled
+
+
+def _error_if_always(scenario: Scenario, shift: Shift, seed: int, count: int, options: CycleOptions | None) -> float:
+    """The error of the settled requests where pods were from the beginning what the shift makes of them."""
+    recording = record(scenario, count, seed, replace(shift, begins_ms=0.0, ramp_ms=0.0))
+    watched = watch(recording, LEDGER, VirtualTrainer(options or CycleOptions("pool"), CADENCE))
+    relative = np.abs(watched.column("ttft_p50") / recording.ttft_ms - 1.0)
+    return float(relative[_settled(recording, shift)].mean())
 
 
 def changing(scenario: Scenario, kind: str, seed: int, before: int, after: int) -> tuple[Recording, Shift]:
@@ -96,9 +129,15 @@ def changing(scenario: Scenario, kind: str, seed: int, before: int, after: int) 
 
 
 def labels_to_recover(
-    recording: Recording, relative: npt.NDArray[Any], order: npt.NDArray[np.int64], shift: Shift, steady: float
+    recording: Recording,
+    relative: npt.NDArray[Any],
+    order: npt.NDArray[np.int64],
+    shift: Shift,
+    steady: float,
+    *,
+    counted: npt.NDArray[np.bool_] | None = None,
 ) -> int | None:
-    """`order`: requests that count, by their ends."""
+    """`order`: requests whose errors count, by their ends; `counted`: those whose labels do, all if it isn't given."""
     ends = recording.end_ms[order]
     start = int(np.searchsorted(ends, shift.begins_ms + shift.ramp_ms))
     if start < ROLLING:
@@ -114,6 +153,8 @@ def labels_to_recover(
     last = start + worst + int(well[0])
     # Labels of every endpoint, also of those that haven't changed.
     answered = ~recording.aborted & (recording.end_ms > shift.begins_ms + shift.ramp_ms)
+    if counted is not None:
+        answered &= counted
     return int((answered & (recording.end_ms <= ends[last])).sum())
 
 

@@ -6,7 +6,7 @@ with each of three ledgers; the incumbent's two are fed as it feeds them (`incum
 
 Beside the agreed keys: median bias, P50 and P99 coverage, all by backlog bin (edges of the calibration) too, and the
 bias of a model that was fitted on rows of the lower 80 % of backlogs, on those up to twice and beyond twice its range:
-that one is frozen, without online corrections. Seeds 1 to 5 are the report's; choices were made on seeds 11 to 14.
+that one is frozen, without online corrections. Seeds 1 to 5 are the report's; choices were made on seeds 11 to 18.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

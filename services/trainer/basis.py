@@ -33,8 +33,8 @@ class Term:
     right: Mapping[str, float] = field(default_factory=dict)
     scale: float = 1.0
     min_rows: int = 0
-    growth: float = 0.0
-    """For a hinge out of the rows' reach: its coefficient as a share of the slope below it"""
+    grows: bool = False
+    """Whether a hinge out of the rows' reach has a share of the slope below it, and not 0"""
 
 
 PREFILL_KNOTS: Final = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -57,7 +57,7 @@ PREFILL_TERMS: Final = (
     Term("decoding", {"decoding_requests": 1.0}),
     # New tokens attend to the cached ones and to half of themselves.
     Term("attention", _OWN, right={"input_tokens": 1.0, "uncached_tokens": -0.5}, scale=1e-6, min_rows=50),
-    *(Term(f"own uncached over {knot}", _OWN, knot, scale=1e-3, min_rows=50, growth=GROWTH) for knot in PREFILL_KNOTS),
+    *(Term(f"own uncached over {knot}", _OWN, knot, scale=1e-3, min_rows=50, grows=True) for knot in PREFILL_KNOTS),
     Term("pending", {"pending_requests": 1.0}, min_rows=50),
     Term("decode context", {"decode_context_tokens": 1.0}, scale=1e-3, min_rows=50),
     # Every chunk of the backlog runs beside the decoding batch and pays for its context again.
@@ -95,7 +95,14 @@ class Basis:
 
     __slots__ = ("_hinges", "left", "left_offset", "min_rows", "names", "right", "right_offset")
 
-    def __init__(self, terms: Sequence[Term], schema: Schema = SCHEMA) -> None:
+    def __init__(
+        self,
+        terms: Sequence[Term],
+        schema: Schema = SCHEMA,
+        *,
+        growth: float = GROWTH,
+        reach_factor: float = REACH_FACTOR,
+    ) -> None:
         self.names = ("constant", *(term.name for term in terms))
         shape = (len(schema), len(self.names))
         self.left = np.zeros(shape, np.float32)
@@ -106,7 +113,12 @@ class Basis:
         self.min_rows = np.array([0, *(term.min_rows for term in terms)])
         # Column, its height where the reach begins, its growth, the columns that make the slope below it.
         self._hinges = [
-            (column, (REACH_FACTOR - 1) * term.knot * term.scale, term.growth, _slope_below(terms, term))
+            (
+                column,
+                (reach_factor - 1) * term.knot * term.scale,
+                growth if term.grows else 0.0,
+                _slope_below(terms, term),
+            )
             for column, term in enumerate(terms, start=1)
             if term.knot > 0 and not term.right
         ]
@@ -151,9 +163,9 @@ def _slope_below(terms: Sequence[Term], hinge: Term) -> list[int]:
     ]
 
 
-def basis_of(target: str) -> Basis:
+def basis_of(target: str, *, growth: float = GROWTH, reach_factor: float = REACH_FACTOR) -> Basis:
     """The basis of one target of shared.prediction.TARGETS."""
-    return Basis(TERMS[target])
+    return Basis(TERMS[target], growth=growth, reach_factor=reach_factor)
 
 
 # Columns that the trees see beside the raw row; each a sum of two, so that its float32 value is the same everywhere.

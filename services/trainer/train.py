@@ -23,7 +23,7 @@ import numpy.typing as npt
 import xgboost as xgb
 from scipy.optimize import nnls
 
-from services.trainer.basis import Basis, basis_of, tree_matrix, tree_names
+from services.trainer.basis import GROWTH, REACH_FACTOR, Basis, basis_of, tree_matrix, tree_names
 from services.trainer.outliers import believed
 from services.trainer.prior import PriorBase, blend_share, prior_base, scale_of
 from services.trainer.window import FEW_HELD_OUT, Snapshot, held_out_rows
@@ -64,6 +64,10 @@ DECISIVE: Final = (
 class FitOptions:
     """Hyperparameters. Row counts say from how many rows on a part is fitted; `rows_per_round` thins small boosters."""
 
+    growth: float = GROWTH
+    """Of the slope below it, for a hinge that the rows don't reach"""
+    reach_factor: float = REACH_FACTOR
+    """A hinge is reached where rows lie beyond its knot by this factor"""
     rounds: int = 60
     depth: int = 4
     learning_rate: float = 0.13
@@ -248,6 +252,10 @@ def fit(snapshot: Snapshot, options: FitOptions, *, min_rows: int = 8) -> Latenc
     return LatencyModel(models, rows.min(axis=0), rows.max(axis=0), seen, disbelieved)
 
 
+def _basis(target: str, options: FitOptions) -> Basis:
+    return basis_of(target, growth=options.growth, reach_factor=options.reach_factor)
+
+
 def _believed(
     target: str,
     snapshot: Snapshot,
@@ -258,7 +266,7 @@ def _believed(
 ) -> npt.NDArray[np.bool_]:
     """Which of these rows have labels to fit on, judged by the base alone."""
     rows, y_ms, own_weights = snapshot.rows[positions], snapshot.targets[target][positions], weights[positions]
-    basis = basis_of(target)
+    basis = _basis(target, options)
 
     def errors_of(kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
         base = fit_base(basis, rows[kept], y_ms[kept], own_weights[kept], options)
@@ -313,7 +321,7 @@ def _fit_median(
     options: FitOptions,
 ) -> TargetModel:
     """Base, trees and edge; no spread yet."""
-    base = fit_base(basis_of(target), rows, y_ms, weights, options)
+    base = fit_base(_basis(target, options), rows, y_ms, weights, options)
     if options.prior is not None and len(rows) < options.prior_rows:
         base = _blended(prior_base(target, options.prior), base, rows, y_ms, weights, options)
     based = base.predict(rows)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench.kernels import HOST_MS, LLAMA_70B_TP4, MACHINES, Kernels
-from bench.model_extrapolation import SPLITS, extrapolation, measure_cycle, snapshot_of
+from bench.model_extrapolation import QUICK_MACHINES, SPLITS, extrapolation, measure_cycle, selection, snapshot_of
 from bench.queueing import observe
 
 SIZES = [2**power for power in range(16)]
@@ -95,6 +95,7 @@ def test_a_missing_table_is_said(tmp_path):
 
 def test_without_the_public_data_there_are_no_rows(tmp_path):
     assert extrapolation(quick=True, folder=tmp_path) == []
+    assert selection(quick=True, folder=tmp_path) == []
 
 
 def test_every_machine_split_and_method_has_a_row_of_finite_figures(data):
@@ -107,6 +108,13 @@ def test_every_machine_split_and_method_has_a_row_of_finite_figures(data):
     far = [row for row in found if row["beyond"] == ">2x" and row["split"].startswith("prefill")]
     assert all(abs(row["bias"]) < 0.05 for row in far if row["method"] == "leadtime")
     assert all(row["bias"] < -0.2 for row in far if row["method"] == "xgboost" and row["machine"].startswith("a100"))
+
+
+def test_each_machine_is_left_out_of_a_choice_once(data):
+    """The best pair without it costs no more than the one in use, which is among those asked."""
+    found = selection(quick=True, folder=data)
+    assert [row["left_out"] for row in found] == list(QUICK_MACHINES)
+    assert all(0 < row["best_cost"] <= row["cost_in_use"] < 1 for row in found)
 
 
 def test_a_measured_cycle_prints_its_cost(tmp_path, capsys):

@@ -11,6 +11,8 @@ from services.trainer.export import Rendered
 from services.trainer.window import SampleWindow, Snapshot
 from shared.features import SCHEMA, FloatMatrix
 
+NOW = 1_800_000_000_000.0
+
 
 def window_of(observations: Observations, **options: int) -> SampleWindow:
     """A window that took every observation, in order."""

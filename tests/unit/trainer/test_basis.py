@@ -72,6 +72,18 @@ def test_a_hinge_out_of_reach_takes_its_share_of_the_slope_below_it():
     assert grown["pending uncached"] == 0.0
 
 
+def test_growth_and_reach_are_options_of_a_fit():
+    basis = basis_of("ttft", growth=0.5, reach_factor=2.0)
+    short, long = (
+        basis.reached(basis.evaluate(rows_of(REACH_ROWS, uncached_tokens=tokens))) for tokens in (1023, 1024)
+    )
+    hinge = basis.names.index("own uncached over 512")
+    assert (bool(short[hinge]), bool(long[hinge])) == (False, True)
+    coefficients = np.zeros(len(basis))
+    coefficients[basis.names.index("own uncached")] = 30.0
+    assert basis.grown(coefficients, short)[hinge] == pytest.approx(15.0)
+
+
 @pytest.mark.parametrize("target", list(TERMS))
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())

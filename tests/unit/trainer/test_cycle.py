@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bench.queueing import observe
 from services.trainer import cycle
 from services.trainer.champion import Champion
 from services.trainer.cycle import CycleOptions, run_cycle, warmed
@@ -16,19 +15,7 @@ from shared.bundle import pack, unpack
 from shared.features import SCHEMA
 from shared.inference import BundleModel
 from tests.bundles import OUTPUTS, default_weights, linear_graph, make_bundle
-from tests.unit.trainer.snapshots import prompts, snapshot_of, window_of
-
-NOW = 1_800_000_000_000.0
-
-
-@pytest.fixture(scope="module")
-def snapshot():
-    return window_of(observe(2000, seed=7)).snapshot()
-
-
-@pytest.fixture(scope="module")
-def first(snapshot):
-    return run_cycle(snapshot, None, CycleOptions("default"), NOW)
+from tests.unit.trainer.snapshots import NOW, prompts, snapshot_of
 
 
 def test_a_first_cycle_makes_a_bundle_that_loads_and_predicts(snapshot, first):

@@ -8,20 +8,9 @@ import pytest
 from bench.queueing import observe
 from services.trainer.cycle import CycleOptions, run_cycle
 from services.trainer.levels import leveled, without_endpoints
-from tests.unit.trainer.snapshots import window_of
+from tests.unit.trainer.snapshots import NOW, window_of
 
-NOW = 1_800_000_000_000.0
 SLOW = "10.0.0.2:8000"
-
-
-@pytest.fixture(scope="module")
-def snapshot():
-    return window_of(observe(2000, seed=7)).snapshot()
-
-
-@pytest.fixture(scope="module")
-def first(snapshot):
-    return run_cycle(snapshot, None, CycleOptions("default"), NOW)
 
 
 def test_labels_of_before_a_change_are_moved_to_the_level_since(snapshot, first):
