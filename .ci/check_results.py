@@ -137,9 +137,48 @@ def bench_stream(result: Mapping[str, Any]) -> list[str]:
 
 def bench_replay(result: Mapping[str, Any]) -> list[str]:
     """Faults of `bench/replay.py`'s result: every key a number, latencies above 0, ratios in range, policies apart."""
+    faults = replayed(result, "policy")
+    policies = {row["policy"] for row in result["runs"]}
+    if len(policies) < 2 or "leadtime" not in policies:
+        faults.append(f"only {sorted(policies)}")
+    learned = [row for row in result["runs"] if row["policy"] == "leadtime"]
+    faults += [f"{row['trace']}: nothing was learned" for row in learned if row["fits"] < 1]
+    return faults
+
+
+def bench_many_routers(result: Mapping[str, Any]) -> list[str]:
+    """Faults of `bench/many_routers.py`'s result: runs with one and more routers, and what is lost between them."""
+    faults = replayed(result, "routers")
+    if {row["routers"] for row in result["runs"]} < {1, 2}:
+        faults.append("no run with two routers")
+    metrics = result["summary"]["metrics"]
+    return faults + [
+        f"{metric}.{key} is no number"
+        for metric in ("ttft_p90_ms", "tpot_p90_ms", "e2e_mean_ms")
+        for key in ("chance", "2")
+        if not is_number(metrics[metric][key]["lost"])
+    ]
+
+
+def bench_late_binding(result: Mapping[str, Any]) -> list[str]:
+    """Faults of `bench/late_binding.py`'s result: every mode beside the greedy policy."""
+    faults = replayed(result, "mode")
+    for part in result["summary"]:
+        faults += [
+            f"{part['mode']}: {key} is {part[key]}"
+            for key in ("goodput_ratio", "ttft_p90_ratio", "most")
+            if not positive(part[key])
+        ]
+    if len(result["summary"]) < 3:
+        faults.append(f"only {len(result['summary'])} modes")
+    return faults
+
+
+def replayed(result: Mapping[str, Any], kind: str) -> list[str]:
+    """Faults of a replay's rows. `kind`: the key by which they are told apart."""
     faults = []
     for place, row in enumerate(result["runs"]):
-        where = f"runs[{place}] ({row['trace']}, {row['policy']})"
+        where = f"runs[{place}] ({row['trace']}, {row[kind]})"
         faults += [f"{where}: {key} is {row[key]}" for key in REPLAY_LATENCIES if not positive(row[key])]
         for key in ("goodput", "prefix_hit_ratio"):
             if not is_number(row[key]) or not 0 <= row[key] <= 1:
@@ -148,11 +187,6 @@ def bench_replay(result: Mapping[str, Any]) -> list[str]:
             faults.append(f"{where}: TTFT quantiles cross")
         if row["failed"] != 0:
             faults.append(f"{where}: {row['failed']} requests failed")
-    policies = {row["policy"] for row in result["runs"]}
-    if len(policies) < 2 or "leadtime" not in policies:
-        faults.append(f"only {sorted(policies)}")
-    learned = [row for row in result["runs"] if row["policy"] == "leadtime"]
-    faults += [f"{row['trace']}: nothing was learned" for row in learned if row["fits"] < 1]
     return faults
 
 
@@ -233,6 +267,8 @@ CHECKS = {
     "bench/soak": bench_soak,
     "bench/stream": bench_stream,
     "bench/replay": bench_replay,
+    "bench/many_routers": bench_many_routers,
+    "bench/late_binding": bench_late_binding,
     "bench/model": bench_model,
     "bench/scale": bench_scale,
 }

@@ -1,9 +1,10 @@
 """Requests that are held on purpose before they are bound to an endpoint. Pure: time and predictions are arguments.
 
-Two modes. `overload` never holds a request that an endpoint is predicted to serve in time: it holds the others while
+Three modes. `overload` never holds a request that an endpoint is predicted to serve in time: it holds the others while
 every endpoint has enough work, so that what can still be saved goes first. `late-binding` holds whatever has slack
 while every endpoint has enough work, and binds it at the last useful moment: later than that it would miss its
-objective, earlier it would give away the choice.
+objective, earlier it would give away the choice. `smallest-first` has everybody wait in one line by size as soon as
+somebody can't be served in time: beyond capacity somebody must be late, and the fewest are where the largest wait.
 
 Order of those who wait: priority; then whose fairness id has been given the fewest tokens; then who can still be in
 time, by the latest moment to start (deadline − own prefill); then the others, smallest first. A request without a TTFT
@@ -42,8 +43,8 @@ _MAX_REMEMBERED: Final = 4_096
 class WaitingRoomConfig(StrictConfig):
     """When requests are held, for how long, and how many."""
 
-    mode: Literal["overload", "late-binding"] = "overload"
-    """Hold only what nobody can serve in time, or whatever has slack."""
+    mode: Literal["overload", "late-binding", "smallest-first"] = "overload"
+    """Hold only what nobody can serve in time; or whatever has slack; or what a smaller one waits before, too."""
     enough_work_ms: Annotated[float, Field(ge=0, le=60_000)] = 150.0
     """An endpoint that would begin on the request within this time has too little work to hold anything back."""
     hungry: Literal["any", "chosen"] = "any"
@@ -235,7 +236,7 @@ class WaitingRoom:
         if not self._opens(config, waiter, outlook, now_ms, is_next=is_next):
             return _HOLD
         hungry = outlook.start_ms <= config.enough_work_ms
-        if hungry or config.mode == "overload":
+        if hungry or config.mode != "late-binding":
             self.counts.released += 1
         else:
             self.counts.last_moment += 1
@@ -327,6 +328,8 @@ class WaitingRoom:
             if math.isinf(waiter.deadline_ms):  # any time is in time: it doesn't pass those who are late, though
                 return is_next or hungry
             return outlook.in_time or (hungry and is_next)
+        if config.mode == "smallest-first":
+            return is_next and (outlook.in_time or hungry)
         if hungry and is_next:
             return True
         return outlook.in_time and now_ms >= _bind_by(config, waiter, outlook, now_ms)
@@ -343,6 +346,8 @@ class WaitingRoom:
         return self._rank(waiter, now_ms) < self._rank(head, now_ms)
 
     def _rank(self, waiter: Waiter, now_ms: float) -> tuple[bool, float]:
+        if self.config is not None and self.config.mode == "smallest-first":
+            return True, waiter.size_tokens
         start_by = self._start_by(waiter)
         late = start_by < now_ms
         return late, waiter.size_tokens if late else start_by

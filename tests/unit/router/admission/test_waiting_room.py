@@ -118,6 +118,44 @@ def test_what_would_miss_anyway_waits_for_a_free_endpoint():
     assert held.next_due_ms() == 30_000.0, "its TTL alone"
 
 
+# --- smallest first ---------------------------------------------------------------------------------------------
+
+
+def test_while_nobody_waits_whatever_can_be_in_time_goes_and_what_cannot_is_held():
+    held = room("smallest-first")
+    assert held.offer(waiter(500.0), outlook(in_time=True), 0.0).verdict is Verdict.GO
+    assert held.offer(waiter(500.0), outlook(0.0), 0.0).verdict is Verdict.GO, "an endpoint wants work"
+    assert held.offer(waiter(500.0), outlook(), 0.0).verdict is Verdict.HOLD
+
+
+def test_a_request_that_could_be_in_time_waits_behind_a_smaller_one_and_passes_larger_ones():
+    held = room("smallest-first")
+    hold(held, waiter(500.0, size=1_000.0))
+    assert held.offer(waiter(5_000.0, size=1_001.0), outlook(in_time=True), 0.0).verdict is Verdict.HOLD
+    assert held.offer(waiter(5_000.0, size=999.0), outlook(in_time=True), 0.0).verdict is Verdict.GO
+
+
+def test_the_smallest_goes_first_whatever_its_deadline_and_the_largest_at_its_ttl():
+    held = room("smallest-first", ttl_ms=3_000)
+    large, small, middle = waiter(9_000.0, size=9_000.0), waiter(100.0, size=100.0), waiter(math.inf, size=500.0)
+    hold(held, large, small, middle)
+    assert held.next_up(0.0) is small
+    assert held.reconsider(large, outlook(0.0, in_time=True), 0.0, is_next=False).verdict is Verdict.HOLD
+    for one in (small, middle):
+        assert held.next_up(2_000.0) is one
+        assert held.reconsider(one, outlook(0.0), 2_000.0, is_next=True).verdict is Verdict.GO
+    assert held.due(3_000.0) == [large]
+    assert held.reconsider(large, outlook(), 3_000.0, is_next=False).verdict is Verdict.GO
+    assert held.counts.outlived == 1
+
+
+def test_a_higher_priority_goes_before_smaller_ones():
+    held = room("smallest-first")
+    small, urgent = waiter(500.0, size=1.0), waiter(500.0, priority=1, size=9_000.0)
+    hold(held, small)
+    assert held.offer(urgent, outlook(in_time=True), 0.0).verdict is Verdict.GO
+
+
 def test_a_risky_one_goes_at_once():
     held = room("late-binding")
     assert held.offer(waiter(1_000.0), outlook(ttft_ms=1_000.0, in_time=True), 0.0).verdict is Verdict.GO
@@ -279,7 +317,7 @@ steps = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(mode=st.sampled_from(["overload", "late-binding"]), played=steps)
+@given(mode=st.sampled_from(["overload", "late-binding", "smallest-first"]), played=steps)
 def test_the_books_add_up_whatever_happens(mode, played):
     held = room(mode, max_waiting=8, max_waiting_per_priority=4, ttl_ms=3_000)
     inside, now_ms = [], 0.0

@@ -171,7 +171,7 @@ fallback: token-load
 """
 
 
-@pytest.mark.parametrize("mode", ["overload", "late-binding"])
+@pytest.mark.parametrize("mode", ["overload", "late-binding", "smallest-first"])
 def test_requests_are_held_in_overload_and_every_one_ends_once(mode: str, tmp_path: Path) -> None:
     path = tmp_path / "waiting.yaml"
     path.write_text(WAITING.replace("MODE", mode))
