@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from services.router.nats_link import NatsLink
 from services.router.sharing.bus import LedgerBus
-from services.router.sharing.share import ShareConfig
+from services.router.sharing.limits import ShareConfig
 from shared.clock import SystemClock
 from shared.names import ledger_subject
 from shared.samples import Outcome

@@ -5,13 +5,10 @@ numbered batches; a peer follows them in order, holds back what comes too early,
 snapshot where that is too much, where it has just come, or where count and digest of the beat don't agree with what it
 has. So a request is counted in once and out once everywhere, whatever the network loses, doubles or reorders.
 
-A peer that has been silent is not believed to hold its requests any more, but they still run: Envoy lets a request go
-on whose router has died. Such orphans go at their outcome on the samples' subject, when the endpoint's server has
-counted fewer requests than the ledger in a row of scrapes, or at the latest after a time. A peer that returns is asked
-for a snapshot, and is the only authority on its entries again. Without any peer nothing is queued.
+A peer that has been silent is not believed to hold its requests any more, but they still run (`orphans.py`). A peer
+that returns is asked for a snapshot, and is the only authority on its entries again. Without any peer nothing is queued.
 
-Scrapes of endpoints are shared out by rendezvous hashing over the routers that live, and their values told with their
-age; who hasn't heard of an endpoint for a while scrapes it itself. Readiness and models each router sees for itself.
+Its parts: `telling.py` what it says, `follower.py` what it makes of what others say, `orphans.py`, `shared_probes.py`.
 
 Bytes in, bytes out, time as an argument: the NATS edge (`bus.py`) and a replay in virtual time run the same class.
 
@@ -19,63 +16,23 @@ Limits: one event loop. Trusts whoever may publish on the bus, within the limits
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Final
 
 from services.router.request.inference_request import InferenceRequest
 from services.router.sharing.counts import ShareCounts
-from services.router.sharing.messages import (
-    Added,
-    Ask,
-    Batch,
-    Beat,
-    First,
-    Message,
-    Moved,
-    Part,
-    Prefixes,
-    Probed,
-    decode,
-)
+from services.router.sharing.follower import Follower
+from services.router.sharing.limits import ShareConfig
+from services.router.sharing.messages import Added, Ask, Batch, Beat, Message, Part, decode
+from services.router.sharing.orphans import Orphans
 from services.router.sharing.peers import DIGEST_MASK, Peer, checksum
-from services.router.sharing.rendezvous import owner
-from services.router.sharing.telling import MAX_RESENT, Outgoing, Telling, at_another, nameless
+from services.router.sharing.shared_probes import SharedProbes
+from services.router.sharing.telling import Outgoing, Telling
 from services.router.state.pool import PoolState
 from services.router.state.table import Endpoint
-from services.router.state.vllm_metrics import Engine, EngineMetrics
+from services.router.state.vllm_metrics import EngineMetrics
 
 _MAX_PEERS: Final = 64
-_MAX_BUFFERED: Final = 256
-_ENGINES: Final = frozenset(engine.value for engine in Engine)
-_SAME_START_S: Final = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class ShareConfig:
-    """`beat_ms`: between two signs of life. `silent_ms`: after which a peer is taken for gone. `orphan_ms`: how long
-    its requests are believed in after that at most. `forget_ms`: after which nothing of it is remembered.
-
-    `gap_wait_ms`: how long a missing batch may be late before it is asked for; `ask_again_ms`: between two askings,
-    doubled twice. `takeover_ms`: how old a peer's word on an endpoint may be. `load_hysteresis_ms`: how long the
-    endpoint's server must have counted fewer requests than the ledger before orphans are given up for it.
-    """
-
-    beat_ms: float = 250.0
-    silent_ms: float = 1_500.0
-    orphan_ms: float = 30_000.0
-    forget_ms: float = 600_000.0
-    gap_wait_ms: float = 20.0
-    ask_again_ms: float = 100.0
-    takeover_ms: float = 3_000.0
-    load_hysteresis_ms: float = 200.0
-    max_request_age_ms: float = 3_600_000.0
-
-
-@dataclass(slots=True)
-class _Excess:
-    since_ms: float
-    least: int
 
 
 class LedgerShare:
@@ -99,13 +56,14 @@ class LedgerShare:
         self._salt = None if salt is None else int.from_bytes(hashlib.sha256(b"leadtime" + salt).digest()[:2], "big")
         self._peers: dict[str, Peer] = {}
         self._telling = Telling(router, pool, self._salt, self.counts, self._wake)
-        self._prefixes_wanted = salt is not None
-        self._told_ms: dict[str, float] = {}
-        """When the newest probe that a peer told of was made."""
-        self._said_ready: dict[tuple[str, str], bool] = {}
-        """What a peer last said of an endpoint, by both."""
-        self._owners: dict[str, str] = {}
-        self._excess: dict[str, _Excess] = {}
+        limits = self._config
+        self._probes = SharedProbes(router, pool, self._peers, self._telling.probed, takeover_ms=limits.takeover_ms)
+        self._follower = Follower(
+            pool, self._telling, self._probes, self._salt, self.counts, limits, on_delay=self._delayed
+        )
+        self._orphans = Orphans(
+            pool, self._peers, self._follower, self.counts, load_hysteresis_ms=limits.load_hysteresis_ms
+        )
         self._beat_ms = float("-inf")
         self._ticked_ms: float | None = None
         pool.journal = self
@@ -119,7 +77,7 @@ class LedgerShare:
     @property
     def orphans(self) -> int:
         """Requests of routers that are gone."""
-        return sum(len(peer.entries) for peer in self._peers.values() if not peer.live)
+        return len(self._orphans)
 
     @property
     def own_requests(self) -> int:
@@ -227,95 +185,26 @@ class LedgerShare:
 
     def outcome(self, decision_id: str, *, completed: bool, now_ms: float) -> None:
         """The bus says what became of a request: the end of one whose router can't say so any more."""
-        for peer in self._peers.values():
-            if not peer.live and decision_id in peer.entries:
-                self._count_out(peer, decision_id, now_ms, completed=completed)
-                self.counts.orphans_by_outcome += 1
+        self._orphans.outcome(decision_id, completed=completed, now_ms=now_ms)
 
     def endpoint_added(self, address: str, now_ms: float) -> None:
         """Peers may have dispatched to it before we knew it."""
         for peer in self._peers.values():
-            for entry in list(peer.entries.values()):
-                if entry.address == address and entry.decision_id not in peer.counted:
-                    self._into_ledger(peer, entry, now_ms)
+            self._follower.endpoint_added(peer, address, now_ms)
 
     def load_seen(self, address: str, requests: float, now_ms: float) -> None:
         """A server counts its requests: where there are fewer than in the ledger for a while, orphans are gone."""
-        orphans = [
-            (entry.dispatched_ms + peer.clock.offset_ms, peer, entry.decision_id)
-            for peer in self._peers.values()
-            if not peer.live
-            for entry in peer.entries.values()
-            if entry.address == address and entry.decision_id in peer.counted
-        ]
-        excess = self._pool.in_flight_at(address) - int(requests) if orphans else 0
-        if excess <= 0:
-            self._excess.pop(address, None)
-            return
-        before = self._excess.get(address)
-        if before is None:
-            self._excess[address] = _Excess(now_ms, excess)
-            return
-        before.least = min(before.least, excess)
-        if now_ms - before.since_ms >= self._config.load_hysteresis_ms:
-            del self._excess[address]
-            for _, peer, decision_id in sorted(orphans, key=lambda orphan: orphan[0])[: before.least]:
-                self._count_out(peer, decision_id, now_ms, completed=False)
-                self.counts.orphans_by_load += 1
+        self._orphans.load_seen(address, requests, now_ms)
 
     # --- probes -------------------------------------------------------------------------------------------------
 
     def owns(self, address: str, now_ms: float) -> bool:
         """Whether this router is to probe an endpoint: it falls to it, or nobody has told of it for a while."""
-        if now_ms - self._told_ms.get(address, float("-inf")) > self._config.takeover_ms:
-            return True
-        falls_to = self._owners.get(address)
-        if falls_to is None:
-            routers = [self.router, *(peer.router for peer in self._peers.values() if peer.live)]
-            falls_to = self._owners[address] = owner(address, routers)
-        return falls_to == self.router
+        return self._probes.owns(address, now_ms)
 
     def probed(self, address: str, now_ms: float, *, ready: bool, metrics: EngineMetrics | None) -> None:
         """This router has probed an endpoint."""
-        probe = Probed(
-            address,
-            now_ms,
-            ready,
-            metrics.engine.value if metrics else None,
-            metrics.waiting_requests if metrics else None,
-            metrics.running_requests if metrics else None,
-            metrics.kv_cache_utilization if metrics else None,
-            metrics.prompt_tokens if metrics else None,
-            metrics.first_tokens if metrics else None,
-            metrics.process_start_s if metrics else None,
-            metrics.kv_capacity_tokens if metrics else None,
-        )
-        self._telling.probed(probe)
-
-    def _take_probe(self, peer: Peer, probe: Probed, now_ms: float) -> None:
-        endpoint = self._pool.table.get(probe.address)
-        at_ms = min(peer.clock.here_ms(probe.at_ms), now_ms)
-        if endpoint is None or now_ms - at_ms > self._config.takeover_ms:
-            return  # unknown here, or a snapshot's of an endpoint that the peer no longer probes
-        self._told_ms[probe.address] = max(at_ms, self._told_ms.get(probe.address, at_ms))
-        renewed = False
-        if probe.engine in _ENGINES:
-            metrics = EngineMetrics(
-                Engine(probe.engine),
-                waiting_requests=probe.waiting_requests,
-                running_requests=probe.running_requests,
-                kv_cache_utilization=probe.kv_cache_utilization,
-                prompt_tokens=probe.prompt_tokens,
-                first_tokens=probe.first_tokens,
-                process_start_s=probe.process_start_s,
-                kv_capacity_tokens=probe.kv_capacity_tokens,
-            )
-            renewed = self._pool.observe_scrape(probe.address, metrics, at_ms)
-        # Whether an endpoint is ready each router sees for itself; a peer's word only has it look.
-        changed = self._said_ready.get((peer.router, probe.address)) is not probe.ready
-        self._said_ready[peer.router, probe.address] = probe.ready
-        if renewed or (changed and probe.ready is not endpoint.ready):
-            self._pool.doubt(probe.address)
+        self._probes.probed(address, now_ms, ready=ready, metrics=metrics)
 
     # --- out ----------------------------------------------------------------------------------------------------
 
@@ -331,12 +220,10 @@ class LedgerShare:
                 if now_ms - peer.heard_ms > config.silent_ms:
                     self._lose(peer)
                 else:
-                    self._ask_for_missing(peer, now_ms)
+                    self._follower.ask_for_missing(peer, now_ms)
                 continue
             if now_ms - peer.heard_ms > config.orphan_ms:
-                for decision_id in list(peer.entries):
-                    self._count_out(peer, decision_id, now_ms, completed=False)
-                    self.counts.orphans_by_age += 1
+                self._orphans.give_up(peer, now_ms)
             if now_ms - peer.heard_ms > config.forget_ms:
                 del self._peers[peer.router]
         self._telling.expire(now_ms - config.max_request_age_ms)
@@ -348,14 +235,11 @@ class LedgerShare:
     def _prune(self) -> None:
         """Forget addresses that are no endpoints any more: pods come and go for months."""
         table = self._pool.table
-        if len(self._telling.probes) + len(self._told_ms) <= 2 * len(table) + 64:
+        if len(self._telling.probes) + len(self._probes) <= 2 * len(table) + 64:
             return
-        for memory in (self._telling.probes, self._told_ms, self._owners, self._excess):
-            for address in [address for address in memory if table.get(address) is None]:
-                del memory[address]
-        self._said_ready = {
-            key: ready for key, ready in self._said_ready.items() if key[0] in self._peers and table.get(key[1])
-        }
+        self._telling.prune()
+        self._probes.prune()
+        self._orphans.prune()
 
     def flush(self, now_ms: float) -> list[Outgoing]:
         """What is to be sent now, in this order."""
@@ -368,6 +252,10 @@ class LedgerShare:
     def _wake(self) -> None:
         if self.on_pending is not None:
             self.on_pending()
+
+    def _delayed(self, delay_ms: float) -> None:
+        if self.on_delay is not None:
+            self.on_delay(delay_ms)
 
     # --- in -----------------------------------------------------------------------------------------------------
 
@@ -388,13 +276,15 @@ class LedgerShare:
         if peer is None:
             return
         if isinstance(message, Batch):
-            self._take_batch(peer, message, now_ms)
+            self._follower.take_batch(peer, message, now_ms)
         elif isinstance(message, Beat):
-            self._take_beat(peer, message)
+            self._follower.take_beat(peer, message)
+            if message.leaving:
+                self._lose(peer)
         elif isinstance(message, Part):
-            self._take_part(peer, message, now_ms)
+            self._follower.take_part(peer, message, now_ms)
         else:
-            self._take_prefixes(peer, message)
+            self._follower.take_prefixes(peer, message)
 
     def _heard(self, router: str, sent_ms: float, now_ms: float) -> Peer | None:
         peer = self._peers.get(router)
@@ -402,14 +292,14 @@ class LedgerShare:
             if len(self._peers) >= _MAX_PEERS:
                 return None
             peer = self._peers[router] = Peer(router, sent_ms, now_ms)
-            self._owners.clear()
+            self._probes.routers_changed()
             # It may know nothing of us: the sooner it hears, the sooner it asks.
             self._beat_ms = float("-inf")
         elif not peer.live:
             peer.live = True
             peer.snapshot_wanted = True
             self.counts.peers_returned += 1
-            self._owners.clear()
+            self._probes.routers_changed()
         peer.heard_ms = max(now_ms, peer.heard_ms)
         peer.clock.observe(sent_ms, now_ms)
         return peer
@@ -420,176 +310,7 @@ class LedgerShare:
         peer.buffer.clear()
         peer.parts.clear()
         self.counts.peers_lost += 1
-        self._owners.clear()
+        self._probes.routers_changed()
         self._telling.forget(peer.router)
         if not self.live_peers:
-            self._prefixes_wanted = self._salt is not None  # whoever comes next has seen more
-
-    def _take_batch(self, peer: Peer, batch: Batch, now_ms: float) -> None:
-        self.counts.batches_received += 1
-        peer.told = max(peer.told, batch.sequence)
-        if peer.sequence is None and batch.sequence == 1:
-            peer.sequence = 0
-        if peer.sequence is not None and batch.sequence <= peer.sequence:
-            self.counts.duplicates += 1
-            return
-        if peer.sequence is None or batch.sequence > peer.sequence + 1:
-            if len(peer.buffer) < _MAX_BUFFERED:
-                peer.buffer[batch.sequence] = batch
-            else:
-                peer.buffer.clear()
-                peer.snapshot_wanted = True
-            return
-        self._follow(peer, batch, now_ms)
-        self._drain(peer, now_ms)
-
-    def _drain(self, peer: Peer, now_ms: float) -> None:
-        """Follow what was held back, as far as it goes on without a gap."""
-        sequence = peer.sequence
-        if sequence is None:
-            return
-        if peer.buffer:
-            for number in [number for number in peer.buffer if number <= sequence]:
-                del peer.buffer[number]
-            while (batch := peer.buffer.pop(sequence + 1, None)) is not None:
-                self._follow(peer, batch, now_ms)
-                sequence += 1
-        if not peer.behind:
-            peer.gap_ms, peer.asks = None, 0
-
-    def _follow(self, peer: Peer, batch: Batch, now_ms: float) -> None:
-        with self._pool.ledger.at_once():
-            for entry in batch.added:
-                self._count_in(peer, entry, now_ms)
-            for move in batch.moved:
-                self._take_move(peer, move, now_ms)
-            self._take_firsts(peer, batch.firsts, now_ms)
-            for end in batch.ended:
-                self._count_out(peer, end.decision_id, now_ms, completed=end.completed)
-        for probe in batch.probed:
-            self._take_probe(peer, probe, now_ms)
-        peer.sequence = batch.sequence
-        if batch.added and self.on_delay is not None:
-            self.on_delay(max(0.0, now_ms - peer.clock.here_ms(batch.added[0].dispatched_ms)))
-
-    def _take_move(self, peer: Peer, move: Moved, now_ms: float) -> None:
-        entry = peer.entries.get(move.decision_id)
-        if entry is None:
-            return
-        peer.entries[move.decision_id] = at_another(entry, move.address, move.predicted_ttft_ms)
-        if move.decision_id in peer.counted:
-            self._pool.observe_served(
-                move.decision_id,
-                move.address,
-                min(peer.clock.here_ms(move.moved_ms), now_ms),
-                predicted_ttft_ms=move.predicted_ttft_ms,
-            )
-
-    def _take_firsts(self, peer: Peer, firsts: Iterable[First], now_ms: float) -> None:
-        for first in firsts:
-            if first.decision_id in peer.counted:
-                self._pool.count_first_token(first.decision_id, min(peer.clock.here_ms(first.first_ms), now_ms))
-
-    def _count_in(self, peer: Peer, entry: Added, now_ms: float) -> None:
-        if entry.decision_id in peer.entries:
-            self.counts.duplicates += 1
-            return
-        peer.add(entry if entry.names is None else nameless(entry))
-        self._into_ledger(peer, entry, now_ms)
-
-    def _into_ledger(self, peer: Peer, entry: Added, now_ms: float) -> None:
-        names: list[int] = []
-        if entry.names and peer.salt == self._salt:
-            names = entry.names
-        if self._pool.count_in(
-            entry.decision_id,
-            entry.address,
-            process_start_s=entry.start_s,
-            model=entry.model,
-            text_bytes=entry.text_bytes,
-            input_tokens=entry.input_tokens,
-            uncached_tokens=entry.uncached_tokens,
-            expected_output_tokens=entry.expected_output_tokens,
-            predicted_ttft_ms=entry.predicted_ttft_ms,
-            names=names,
-            dispatched_ms=min(peer.clock.here_ms(entry.dispatched_ms), now_ms),
-            now_ms=now_ms,
-        ):
-            peer.counted.add(entry.decision_id)
-
-    def _count_out(self, peer: Peer, decision_id: str, now_ms: float, *, completed: bool) -> None:
-        if not peer.remove(decision_id):
-            self.counts.late += 1
-        elif decision_id in peer.counted:
-            peer.counted.remove(decision_id)
-            self._pool.count_out(decision_id, now_ms, completed=completed)
-
-    def _take_beat(self, peer: Peer, beat: Beat) -> None:
-        peer.salt = beat.salt
-        peer.told = max(peer.told, beat.sequence)
-        if beat.leaving:
-            self._lose(peer)
-        elif peer.sequence is None:
-            if beat.sequence == 0 and beat.entries == 0:
-                peer.sequence = 0
-            else:
-                peer.snapshot_wanted = True
-        elif beat.sequence == peer.sequence and (len(peer.entries), peer.digest) != (beat.entries, beat.digest):
-            if not peer.snapshot_wanted:
-                self.counts.mismatches += 1
-            peer.snapshot_wanted = True
-
-    def _ask_for_missing(self, peer: Peer, now_ms: float) -> None:
-        wanted = self._prefixes_wanted and peer.salt is not None and peer.salt == self._salt
-        if not (peer.behind or peer.snapshot_wanted or wanted):
-            peer.gap_ms = None
-            return
-        config = self._config
-        if peer.gap_ms is None:
-            peer.gap_ms = now_ms
-            self.counts.gaps += peer.sequence is not None and peer.behind
-        patience_ms = config.ask_again_ms * 2.0 ** min(peer.asks, 2)
-        if now_ms - peer.gap_ms < config.gap_wait_ms or now_ms - peer.asked_ms < patience_ms:
-            return
-        peer.asked_ms = now_ms
-        peer.asks += 1
-        first = last = 0
-        if peer.sequence is not None and not peer.snapshot_wanted and not wanted and peer.asks <= 2:
-            first, last = peer.sequence + 1, min(peer.told, peer.sequence + MAX_RESENT)
-        self._prefixes_wanted = self._prefixes_wanted and not wanted
-        self._telling.ask(peer.router, first, last, prefixes=wanted)
-
-    def _take_part(self, peer: Peer, part: Part, now_ms: float) -> None:
-        if peer.parts and next(iter(peer.parts.values())).sequence != part.sequence:
-            peer.parts.clear()
-        peer.parts[part.part] = part
-        peer.told = max(peer.told, part.sequence)
-        if len(peer.parts) < part.parts:
-            return
-        parts, peer.parts = peer.parts, {}
-        if len(parts) != part.parts or (peer.sequence is not None and part.sequence < peer.sequence):
-            return  # older than what has been followed meanwhile
-        self.counts.snapshots_taken += 1
-        peer.snapshot_wanted = False
-        entries = {entry.decision_id: entry for number in sorted(parts) for entry in parts[number].entries}
-        for decision_id in [decision_id for decision_id in peer.entries if decision_id not in entries]:
-            self._count_out(peer, decision_id, now_ms, completed=False)
-        for decision_id, entry in entries.items():
-            if decision_id not in peer.entries:
-                self._count_in(peer, entry, now_ms)
-        for one in parts.values():
-            self._take_firsts(peer, one.firsts, now_ms)
-            for probe in one.probed:
-                self._take_probe(peer, probe, now_ms)
-        peer.sequence = part.sequence
-        self._drain(peer, now_ms)
-
-    def _take_prefixes(self, peer: Peer, chunk: Prefixes) -> None:
-        endpoint = self._pool.table.get(chunk.address)
-        if endpoint is None or self._salt is None or peer.salt != self._salt:
-            return
-        start, known = chunk.start_s, endpoint.process_start_s
-        if start is not None and known is not None and abs(start - known) > _SAME_START_S:
-            return
-        self._pool.prefixes.insert_older(chunk.names, endpoint.slot)
-        self.counts.prefix_blocks_taken += len(chunk.names)
+            self._follower.alone()

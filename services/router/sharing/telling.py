@@ -153,6 +153,11 @@ class Telling:
                 return
             self.ended(decision_id, completed=False)
 
+    def prune(self) -> None:
+        """Forget probes of addresses that are no endpoints any more."""
+        for address in [address for address in self.probes if self._pool.table.get(address) is None]:
+            del self.probes[address]
+
     # --- to others ----------------------------------------------------------------------------------------------
 
     def ask(self, router: str, first: int, last: int, *, prefixes: bool) -> None:

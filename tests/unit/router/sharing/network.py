@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from services.router.request.inference_request import InferenceRequest
 from services.router.request.tokens import TokenEstimator
-from services.router.sharing.share import LedgerShare, ShareConfig
+from services.router.sharing.limits import ShareConfig
+from services.router.sharing.share import LedgerShare
 from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.vllm_metrics import Engine, EngineMetrics
 

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from services.router.sharing.share import ShareConfig
+from services.router.sharing.limits import ShareConfig
 from tests.unit.router.sharing.network import A, B, Network, Router
 
 CONFIG = ShareConfig(orphan_ms=5_000.0, forget_ms=20_000.0)

@@ -3,8 +3,8 @@
 import pytest
 
 from services.router.request.inference_request import InferenceRequest
+from services.router.sharing.limits import ShareConfig
 from services.router.sharing.messages import MAX_ENTRIES
-from services.router.sharing.share import ShareConfig
 from shared.samples import Outcome
 from tests.samples import make_sample
 from tests.unit.router.sharing.network import SALT, A, B, Network, Router, metrics, request
@@ -352,5 +352,6 @@ def test_addresses_that_come_and_go_are_forgotten() -> None:
             router.share.owns(address, network.now_ms)
             router.pool.remove_endpoint(address)
     network.run(600.0)
-    kept = (one.share._telling.probes, one.share._told_ms, one.share._owners, one.share._said_ready)
+    probes = one.share._probes
+    kept = (one.share._telling.probes, probes._told_ms, probes._owners, probes._said_ready)
     assert max(map(len, kept)) <= 80
