@@ -6,7 +6,7 @@ snapshot where that is too much, where it has just come, or where count and dige
 has. So a request is counted in once and out once everywhere, whatever the network loses, doubles or reorders.
 
 A peer that has been silent is not believed to hold its requests any more, but they still run (`orphans.py`). A peer
-that returns is asked for a snapshot, and is the only authority on its entries again. Without any peer nothing is queued.
+that returns is asked for a snapshot, and is the only authority on its entries again. Without a peer nothing is queued.
 
 Its parts: `telling.py` what it says, `follower.py` what it makes of what others say, `orphans.py`, `shared_probes.py`.
 
