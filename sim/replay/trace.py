@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -167,21 +168,33 @@ def _mooncake_row(path: Path, number: int, line: str) -> tuple[float, int, int, 
     )
 
 
+_AZURE_FORMS: Final = (
+    ("arrival_ms", "context_tokens", "generated_tokens"),
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+)
+
+
 def read_azure(path: Path, seed: int, count: int) -> Trace:
-    """Azure's table: arrival_ms, context_tokens, generated_tokens. Nothing is shared between prompts.
+    """Azure's table as it is published (TIMESTAMP, ContextTokens, GeneratedTokens), or with arrival_ms, context_tokens,
+    generated_tokens. Nothing is shared between prompts.
 
     The seed says where in the file the `count` rows begin.
     """
     with path.open(encoding="utf-8", newline="") as lines:
         table = csv.DictReader(lines)
-        wanted = {"arrival_ms", "context_tokens", "generated_tokens"}
-        if not wanted <= set(table.fieldnames or ()):
-            raise TraceError(f"{path.name} line 1: found columns {table.fieldnames}; allowed: {sorted(wanted)}")
+        columns = next((form for form in _AZURE_FORMS if set(form) <= set(table.fieldnames or ())), None)
+        if columns is None:
+            allowed = ", or ".join(", ".join(form) for form in _AZURE_FORMS)
+            raise TraceError(
+                f"{path.name} line 1: found columns {', '.join(table.fieldnames or ())}; allowed: {allowed}"
+            )
+        arrival, context, generated = columns
+        arrived = _timestamp if arrival == "TIMESTAMP" else _number
         rows = [
             (
-                _number(path, number, row, "arrival_ms"),
-                _count(path, number, row, "context_tokens"),
-                _count(path, number, row, "generated_tokens"),
+                arrived(path, number, row, arrival),
+                _count(path, number, row, context),
+                _count(path, number, row, generated),
             )
             for number, row in enumerate(table, start=2)
         ]
@@ -329,6 +342,18 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise TraceError(f"{path.name} line {number}: found {kind_of(row)}; allowed: a JSON object")
     return row
+
+
+def _timestamp(path: Path, number: int, row: Mapping[str, Any], name: str) -> float:
+    """Date and time → ms since 1970; one without a zone is taken for UTC."""
+    text = str(row.get(name, "nothing"))
+    try:
+        instant = datetime.fromisoformat(text)
+    except ValueError:
+        raise TraceError(
+            f"{path.name} line {number}: {name}: found {text[:32]}; allowed: a date and time, YYYY-MM-DD HH:MM:SS"
+        ) from None
+    return instant.replace(tzinfo=instant.tzinfo or UTC).timestamp() * 1e3
 
 
 def _number(path: Path, number: int, row: Mapping[str, Any], name: str) -> float:

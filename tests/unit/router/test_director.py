@@ -153,6 +153,37 @@ async def test_a_request_is_in_the_ledger_until_it_is_finished_once() -> None:
     assert director._state.in_flight == 0
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    CHAT: {},
+    "/v1/completions": {"prompt": "hello " * 50},
+    "/v1/responses": {"input": "hello " * 50},
+    "/v1/embeddings": {"input": ["hello " * 50, "you"]},
+    "/v1/messages": {"max_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("path", FORMS)
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize(
+    ("profile", "ttft_ms"),
+    [("leadtime", [1.0, 2.0, 3.0]), ("leadtime", None), ("predicted-latency-slo", [1.0, 2.0, 3.0]), ("random", None)],
+    ids=["predicted", "by the fallback", "another preset", "without scores"],
+)
+async def test_whatever_is_asked_and_whoever_decides_a_request_counts_alike(
+    path: str, streamed: bool, profile: str, ttft_ms: list[float] | None
+) -> None:
+    """A path that forgets to count leaves its endpoint looking idle, and the next request goes there too."""
+    director = make(FakeLadder(ttft_ms))
+    director.use_pipeline(PROFILES.pipeline(profile))
+    state, clock = director._state, director._clock
+    result = await routed(director, head(path), body(stream=streamed, **FORMS[path]))
+    counts = {found.address: found.in_flight_requests for found in state.endpoints(clock.monotonic_ms())}
+    assert counts == {address: int(address == result.destinations[0]) for address in ADDRESSES}
+    director.finished(result.decision_id, completed=True)
+    assert state.in_flight == 0
+    assert not any(found.in_flight_requests for found in state.endpoints(clock.monotonic_ms()))
+
+
 async def test_the_next_request_sees_the_one_before_it() -> None:
     ladder = FakeLadder([1.0, 2.0, 3.0])
     director = make(ladder)

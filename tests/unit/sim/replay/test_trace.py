@@ -49,6 +49,22 @@ def test_azure_prompts_share_nothing(tmp_path: Path) -> None:
     assert len(set(ids)) == len(ids)
 
 
+def test_azures_table_is_read_as_it_is_published(tmp_path: Path) -> None:
+    rows: list[object] = [
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        "2023-11-16 18:15:46.6805900,374,44",
+        "2023-11-16 18:15:50.9951690,396,109",
+        "2023-11-16 18:15:51.2224670,879,55",
+    ]
+    trace = load_trace(str(written(tmp_path / "AzureLLMInferenceTrace_conv.csv", rows)), 1, 10)
+    assert [(request.input_tokens, request.output_tokens) for request in trace.requests] == [
+        (374, 44),
+        (396, 109),
+        (879, 55),
+    ]
+    assert [request.arrival_ms for request in trace.requests] == pytest.approx([0.0, 4314.58, 4541.877], abs=0.01)
+
+
 def test_a_users_lines_say_what_prompts_share_down_to_an_earlier_answer(tmp_path: Path) -> None:
     rows: list[object] = [
         {"arrival_ms": 5, "input_tokens": 100, "output_tokens": 40, "prefix": [["system", 60]], "answer": "a1"},
@@ -126,6 +142,7 @@ def test_leadtimes_samples_are_read_and_their_lost_prefixes_told(tmp_path: Path)
         ("t.jsonl", [{"arrival_ms": 0, "input_tokens": 5, "output_tokens": 1, "prefix": [["a", 9]]}], "prefix"),
         ("t.csv", ["a,b", "1,2"], "columns"),
         ("t.csv", ["arrival_ms,context_tokens,generated_tokens", "0,many,2"], "line 2: context_tokens: found many"),
+        ("t.csv", ["TIMESTAMP,ContextTokens,GeneratedTokens", "noon,1,2"], "line 2: TIMESTAMP: found noon"),
         ("t.txt", ["hello"], "line 1"),
         ("t.jsonl", [], "no request"),
         ("t.jsonl", [{"decision_id": "d"}], "line 1"),
