@@ -93,8 +93,11 @@ class BundleStore:
     async def holds(self, version: str) -> bool:
         """Whether blob and pointer of a version are there."""
         pointer = await self._get(self._pointer)
-        blobs = await self._redis.exists(bundle_key(self._pool, SCHEMA.hash, version))
-        return pointer == version.encode() and bool(blobs)
+        return pointer == version.encode() and await self.keeps(version)
+
+    async def keeps(self, version: str) -> bool:
+        """Whether the blob of a version is there."""
+        return bool(await self._redis.exists(bundle_key(self._pool, SCHEMA.hash, version)))
 
     async def publish(self, bundle: Bundle, keep: Collection[str] = ()) -> None:
         """Blob, pointer, notice; raises LeaseLostError before the pointer if another trainer is active.

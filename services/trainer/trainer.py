@@ -406,9 +406,10 @@ class Trainer:
             if await self._store.holds(champion.version):
                 return
             self._log.warning("redis lost the bundle; publishing it again", version=champion.version)
-            self._remembered = None
-            if (good := self._learner.succession.good) is not None:
-                await self._store.put(good.champion.bundle)
+        # Redis may have been emptied since it was last written to, also between two versions, with nobody looking.
+        self._remembered = None
+        if (good := self._learner.succession.good) is not None and not await self._store.keeps(good.champion.version):
+            await self._store.put(good.champion.bundle)
         await self._store.publish(champion.bundle, self._to_keep())
         self._published = champion.version
         self._next_store_check_ms = now_ms + self._settings.store_check_interval_ms
