@@ -88,6 +88,7 @@ class Publisher:
         self._readiness = readiness
         self._clock = clock
         self._told: deque[Unsampled] = deque(maxlen=_MAX_TOLD)
+        self._told_errors: set[str] = set()
         self._dead_letters = DeadLetters(settings.pool, settings.stream)
         self._burials: set[asyncio.Task[None]] = set()
         self._outbox = Outbox(settings.queue_samples, settings.max_outstanding_acks)
@@ -198,6 +199,7 @@ class Publisher:
         self._inbox = client.new_inbox()
         await client.subscribe(f"{self._inbox}.*", cb=self._on_answer)
         self._log.info("connected to NATS")
+        self._told_errors.clear()
         self._wake.set()
 
     async def _connect_again(self) -> None:
@@ -208,6 +210,10 @@ class Publisher:
 
     async def _on_error(self, error: Exception) -> None:
         self._metrics.nats_errors.inc()
+        # nats-py tells every attempt, twice a second while the server is away: once of a kind says it all.
+        if (kind := type(error).__name__) not in self._told_errors:
+            self._told_errors.add(kind)
+            self._log.warning("error of the NATS client", error=kind)
         if self._client is None or not self._client.is_connected:
             self._unmet(type(error).__name__)
 
@@ -220,6 +226,7 @@ class Publisher:
 
     async def _on_reconnected(self) -> None:
         self._log.info("reconnected to NATS")
+        self._told_errors.clear()
         self._next_attempt_ms = 0.0
         self._wake.set()
 

@@ -274,8 +274,17 @@ async def _first_endpoint(state: PoolState, stop: asyncio.Event) -> None:
 async def _tick(state: PoolState, readiness: Readiness, extproc: ExtProcServer, clock: Clock, link: NatsLink) -> None:
     """Let the ledger's timers run in a quiet pool, and tell probes whether there is an endpoint."""
     ready: bool | None = None
+    passed_by = False
+    log = structlog.get_logger()
     while True:
         state.advance(clock.monotonic_ms())
+        foreign = state.foreign_requests
+        if passed_by is not (foreign > 0):
+            passed_by = foreign > 0
+            if passed_by:
+                log.warning("endpoints have requests that no router dispatched", requests=foreign)
+            else:
+                log.info("endpoints have no requests but the routers' own")
         if state.ready_endpoints:
             readiness.met(_ENDPOINT)
         else:

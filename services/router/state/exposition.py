@@ -27,6 +27,7 @@ class EndpointCollector(Collector):
         """In-flight, readiness, scrape age and prefix blocks of each endpoint, and the ledger's events."""
         requests = _gauge("inflight_requests", "Requests dispatched to the endpoint and not ended.")
         tokens = _gauge("inflight_tokens", "Prompt tokens of those.")
+        foreign = _gauge("foreign_requests", "Requests on the endpoint that no router dispatched, for some seconds.")
         pending = _gauge("pending_uncached_tokens", "Uncached tokens of those believed to be in prefill.")
         ready = _gauge("endpoint_ready", "1 for an endpoint that requests are sent to.")
         age = _gauge("scrape_age_seconds", "Age of the newest scrape of the endpoint.")
@@ -35,6 +36,7 @@ class EndpointCollector(Collector):
             label = [status.address]
             requests.add_metric(label, status.in_flight_requests)
             tokens.add_metric(label, status.in_flight_tokens)
+            foreign.add_metric(label, status.foreign_requests)
             pending.add_metric(label, status.pending_uncached_tokens)
             ready.add_metric(label, status.ready and not status.retired)
             blocks.add_metric(label, status.prefix_blocks)
@@ -45,7 +47,7 @@ class EndpointCollector(Collector):
         )
         for event, count in asdict(self._pool.ledger.counts).items():
             events.add_metric([event], count)
-        yield from (requests, tokens, pending, ready, age, blocks, events)
+        yield from (requests, tokens, foreign, pending, ready, age, blocks, events)
 
 
 def _gauge(name: str, text: str) -> GaugeMetricFamily:

@@ -22,6 +22,7 @@ from services.router.request.tokens import TokenEstimator, expected_output_token
 from services.router.state.cache_book import CacheBook, TextChange
 from services.router.state.cache_room import CacheRoom
 from services.router.state.dispatch_records import DispatchRecord, DispatchRecords
+from services.router.state.foreign import ForeignRequests
 from services.router.state.journal import Journal
 from services.router.state.kv_events import KvEvent
 from services.router.state.ledger import Ledger
@@ -87,6 +88,7 @@ class PoolState:
         self._learned_output_tokens: Mapping[str, float] = {}
         self._records = DispatchRecords()
         self._room = CacheRoom()
+        self._foreign = ForeignRequests()
 
     # --- the director's part ------------------------------------------------------------------------------------
 
@@ -491,6 +493,7 @@ class PoolState:
         self.prefixes.drop(endpoint.slot)
         self.cache_book.forget(endpoint.slot)
         self._room.forget(endpoint.slot)
+        self._foreign.forget(endpoint.slot)
 
     # --- the scraper's part -------------------------------------------------------------------------------------
 
@@ -517,9 +520,11 @@ class PoolState:
                 kv_cache_utilization=metrics.kv_cache_utilization or 0.0,
                 now_ms=now_ms,
             )
+            requests = metrics.waiting_requests + metrics.running_requests
+            self._foreign.seen(endpoint.slot, requests - self.ledger.in_flight(endpoint.slot), now_ms)
             self.ledger.correct(endpoint.slot, metrics, now_ms)
             if self.journal is not None:
-                self.journal.load_seen(address, metrics.waiting_requests + metrics.running_requests, now_ms)
+                self.journal.load_seen(address, requests, now_ms)
         if metrics.kv_capacity_tokens:
             self._room.told(endpoint.slot, metrics.kv_capacity_tokens)
             self.table.set_kv_capacity(endpoint.slot, float(metrics.kv_capacity_tokens))
@@ -572,6 +577,11 @@ class PoolState:
         return len(self.ledger)
 
     @property
+    def foreign_requests(self) -> int:
+        """Requests on the endpoints' servers that no router dispatched, for some seconds at least."""
+        return sum(self._foreign.requests(endpoint.slot) for endpoint in self.table)
+
+    @property
     def held_blocks(self) -> int:
         """Block names kept for requests whose outcome isn't known."""
         return self._records.held_blocks
@@ -580,6 +590,6 @@ class PoolState:
         """Every endpoint, ready or not, for the admin pages."""
         self.advance(now_ms)
         return [
-            status_of(endpoint, self.table, self.ledger, self.prefixes, self.cache_book, now_ms)
+            status_of(endpoint, self.table, self.ledger, self.prefixes, self.cache_book, self._foreign, now_ms)
             for endpoint in self.table
         ]

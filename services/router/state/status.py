@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from services.router.state.cache_book import CacheBook
+from services.router.state.foreign import ForeignRequests
 from services.router.state.ledger import Ledger
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.table import Endpoint, EndpointTable
@@ -24,6 +25,7 @@ class EndpointStatus:
     incarnations: int
     in_flight_requests: int
     in_flight_tokens: int
+    foreign_requests: int
     pending_requests: int
     pending_uncached_tokens: int
     oldest_pending_age_ms: float
@@ -45,6 +47,7 @@ def status_of(
     ledger: Ledger,
     prefixes: PrefixIndex,
     cache_book: CacheBook,
+    foreign: ForeignRequests,
     now_ms: float,
 ) -> EndpointStatus:
     """What is known of an endpoint at this instant."""
@@ -64,6 +67,7 @@ def status_of(
         incarnations=endpoint.incarnations,
         in_flight_requests=ledger.in_flight(slot),
         in_flight_tokens=ledger.in_flight_tokens(slot),
+        foreign_requests=foreign.requests(slot),
         pending_requests=pending,
         pending_uncached_tokens=pending_tokens,
         oldest_pending_age_ms=float(view.oldest_pending_age_ms[0]),

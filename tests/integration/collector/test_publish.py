@@ -9,6 +9,7 @@ import nats
 import pytest
 from nats.js.api import StreamConfig
 from nats.js.errors import NotFoundError
+from structlog.testing import capture_logs
 
 from shared import names
 from shared.samples import ListedEndpoint, encode_decision, encode_sample
@@ -109,6 +110,21 @@ async def test_a_collector_that_starts_before_nats_serves_and_delivers_later(tmp
             await until(collector.ready, "ready once NATS is there")
             await until(lambda: _count(server.url, 2), "the waiting samples are stored")
             assert await stored_ids(server.url) == ["logged-1", "logged-2"]
+
+
+async def test_an_outage_of_nats_is_counted_at_each_attempt_and_logged_once_a_kind(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        async with nats_server(tmp_path) as server:
+            await server.stop()
+            async with running_collector(server.url, ready=False) as collector:
+
+                async def tried() -> bool:
+                    return await collector.metric("leadtime_collector_nats_errors_total") >= 4
+
+                await until(tried, "it was tried four times")
+    told = [entry["error"] for entry in logs if entry["event"] == "error of the NATS client"]
+    assert told
+    assert len(told) == len(set(told))
 
 
 async def test_a_restart_of_nats_loses_nothing_that_was_acknowledged_or_waits(

@@ -28,6 +28,7 @@ def test_in_flight_requests_and_tokens_are_read_live_and_gone_endpoints_have_no_
     assert (value("inflight_requests", B), value("scrape_age_seconds", B)) == (0, None)
     pool.finish("1", 1.0)
     assert value("inflight_requests", A) == 0
+    assert value("foreign_requests", A) == 0
     assert registry.get_sample_value("leadtime_router_ledger_events_total", {"event": "added"}) == 1
     pool.remove_endpoint(B)
     assert value("inflight_requests", B) is None
