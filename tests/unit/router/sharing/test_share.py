@@ -320,6 +320,44 @@ def test_a_told_value_has_its_age_and_corrects_the_ledger() -> None:
     assert status.scrape_age_ms == pytest.approx(90.0, abs=1.0)
 
 
+def in_prefill(router: Router) -> int:
+    return router.pool.ledger.pending(router.pool.table.get(A).slot)[0]
+
+
+def test_a_request_that_a_scrape_counted_before_its_router_told_of_it_is_not_in_prefill_for_ever() -> None:
+    network, one, two = pair()
+    two.probe(A, network.now_ms, metrics(first_tokens=10.0))
+    network.run(50.0)
+    one.send("a", A, network.now_ms)
+    network.now_ms += 40.0
+    two.probe(A, network.now_ms, metrics(running=1.0, first_tokens=11.0))
+    network.run(250.0)
+    assert two.loads() == (1, 0)
+    for _ in range(3):
+        two.probe(A, network.now_ms, metrics(running=1.0, first_tokens=11.0))
+        assert in_prefill(two) == 0
+        network.run(250.0)
+    assert network.faults() == []
+
+
+def test_a_router_that_joins_knows_which_requests_decode_long_since() -> None:
+    one = Router("one")
+    network = Network(one)
+    for number in range(3):
+        one.send(f"r{number}", A, network.now_ms)
+    network.run(2_000.0)
+    two = Router("two", network.now_ms)
+    network.join(two)
+    two.probe(A, network.now_ms, metrics(running=3.0, first_tokens=13.0))
+    network.run(500.0)
+    assert two.loads() == (3, 0)
+    for _ in range(3):
+        two.probe(A, network.now_ms, metrics(running=3.0, first_tokens=13.0))
+        assert in_prefill(two) == 0
+        network.run(250.0)
+    assert network.faults() == []
+
+
 def test_what_nobody_has_told_for_a_while_each_scrapes_itself() -> None:
     network, one, two = pair()
     assert one.share.owns(A, network.now_ms)
