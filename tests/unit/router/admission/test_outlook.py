@@ -46,7 +46,19 @@ def test_a_batch_too_full_for_the_tpot_objective_is_work_enough():
     full = {"decoding_requests": [300, 300], "decode_context_tokens": [90_000, 90_000]}
     predicted = prediction(ttft_p50=[10, 10], tpot_p50=[25, 30])
     seen = look(predicted, slo=Slo(tpot_ms=20), pending_uncached_tokens=[0, 0], **full)
-    assert seen.start_ms == pytest.approx(500.0), "5 ms over, for 100 tokens"
+    assert seen.start_ms == pytest.approx(300.0), "3 ms over a tenth more, for 100 tokens"
+    assert not seen.in_time
+
+
+def test_a_tpot_a_tenth_over_its_objective_is_taken_to_be_met():
+    full = {
+        "decoding_requests": [300, 300],
+        "decode_context_tokens": [90_000, 90_000],
+        "pending_uncached_tokens": [0, 0],
+    }
+    seen = look(prediction(ttft_p50=[10, 10], tpot_p50=[21.9, 30]), slo=Slo(tpot_ms=20), **full)
+    assert (seen.start_ms, seen.in_time) == (0.0, True)
+    assert not look(prediction(ttft_p50=[10, 10], tpot_p50=[22.1, 30]), slo=Slo(tpot_ms=20), **full).in_time
 
 
 def test_a_tpot_that_not_even_an_empty_endpoint_meets_is_not_waited_for():
