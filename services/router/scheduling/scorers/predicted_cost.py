@@ -1,18 +1,22 @@
 """`predicted-cost-scorer`: what sending the request here costs, us and others, in milliseconds.
 
-    cost = TTFT + stall_weight · own prefill time · requests there
+    cost = TTFT + stall_weight · own prefill time · requests there · urgency
                 + future_weight · own prefill time · arrivals there while we wait
-                + decode_weight · step time our decode adds · requests there · output tokens
+                + decode_weight · step time our decode adds · requests there · output tokens · urgency
                 + kv_pressure_ms · how far the KV cache would be filled beyond kv_pressure_from, squared
                 + slo_risk_ms · (1 − the best candidate's risk)⁴ · risk
 
 The replays behind it (DECISIONS.md): TTFT is the only own term, since TPOT × output drowns prefix locality in
 momentary batch differences; small prices for others keep prefills off endpoints that decode much. The more arrives
 while a request waits, the more its own prefill holds up: so long prompts insist on a short wait, which the stall price
-alone would sell. risk = P(an SLO is missed), ours by the predicted quantiles, plus the rise of the neighbours' risk,
-who are taken to have our TPOT objective, over answers whose rest is known less sharply than the next step. It fades as
-the best candidate's own risk nears 1: in overload it no longer ranks endpoints. A full KV cache admits nobody until an
-answer ends, and preempts: no latency model sees that coming, the scraped utilization does.
+alone would sell. urgency = (TPOT there · largest TPOT of all / TPOT objective²)², each ratio at most 1, and 1 without
+an objective: over the hundred requests of a batch that is far from its objective, prices for others outweigh our TTFT
+and save no objective.
+
+risk = P(an SLO is missed), ours by the predicted quantiles, plus, at a third of the price, the rise of the neighbours'
+risk, who are taken to have our TPOT objective, over answers whose rest is known less sharply than the next step. It
+fades as the best candidate's own risk nears 1: in overload it no longer ranks endpoints. A full KV cache admits nobody
+until an answer ends, and preempts: no latency model sees that coming, the scraped utilization does.
 
 Own prefill time is our uncached tokens at the endpoint's pace: its measured TTFTs without one step, over the backlogs
 that they found. Until an endpoint has been measured it is that of its hardware class, from the candidates' predicted
@@ -54,9 +58,12 @@ _Z90: Final = np.float32(1.2815516)
 # Log spread used without a p90, and the least one believed: a model that is never wrong by 2 % isn't known.
 _SPREAD_UNKNOWN: Final = np.float32(0.3)
 _SPREAD_LEAST: Final = np.float32(0.02)
-# Least log spread of what others' answers take in the end: of their rest only the next steps are known. With the
-# prediction's own spread their risk drowned prefix locality where TPOT is near its objective (scenario C at 95 %).
-_OTHERS_SPREAD: Final = np.float32(0.3)
+# Least log spread of what others' answers take in the end: of their rest only the next steps are known. A wide one
+# (0.3) sees them at risk while half of their objective is left.
+_OTHERS_SPREAD: Final = np.float32(0.15)
+# The price of a miss of theirs beside ours: in full it drowned prefix locality where TPOT is near its objective
+# (scenario C at 95 %).
+_OTHERS_SHARE: Final = np.float32(0.25)
 # Power of the best candidate's chance by which risk fades: with 1 and 2 locality was given up where TPOT can't be met.
 _FADING: Final = 4
 # tanh form of the normal distribution function, within 3e-4 of it.
@@ -81,6 +88,8 @@ class PredictedCostConfig(StrictConfig):
     """KV-cache utilization, ours and what is queued before us included, up to which it costs nothing."""
     slo_risk_ms: Annotated[float, Field(ge=0, le=100_000)] = 2500.0
     """S: cost of a certain miss of an objective, while another endpoint would surely meet it."""
+    urgency_power: Annotated[float, Field(ge=0, le=10)] = 4.0
+    """α and γ count by this power of predicted TPOT / TPOT objective, at most 1; 0: whole."""
     expected_output_tokens: Annotated[float, Field(ge=1, le=1_000_000)] = 256.0
     """Answer length where neither the route's history nor the request says anything."""
     output_tokens_cap: Annotated[float, Field(ge=1, le=1_000_000)] = 1024.0
@@ -128,9 +137,10 @@ class PredictedCostScorer:
         tpot = prediction.get("tpot_p50")
         requests = candidates.pending_requests + candidates.decoding_requests
         cost: _Column = own.copy()
+        urgency = self._urgency(context, tpot, alive)
         if ttft is not None:
             prefill = _prefill_ms(ttft, tpot, candidates, alive)
-            held_up = np.float32(self._config.stall_weight) * requests
+            held_up = np.float32(self._config.stall_weight) * urgency * requests
             if self._config.future_weight > 0.0:
                 held_up += np.float32(self._config.future_weight) * candidates.arrivals_per_ms * ttft
             cost += prefill * held_up
@@ -142,7 +152,7 @@ class PredictedCostScorer:
         if tpot is not None:
             output_tokens = self._output_tokens(context)
             added = self._step_time_added(context, tpot, output_tokens)
-            cost += np.float32(self._config.decode_weight * output_tokens) * added * requests
+            cost += np.float32(self._config.decode_weight * output_tokens) * urgency * added * requests
         slo = context.request.slo
         if self._config.slo_risk_ms > 0.0 and (slo.ttft_ms is not None or slo.tpot_ms is not None):
             risks = self._risks(context, prediction, requests, added)
@@ -152,6 +162,20 @@ class PredictedCostScorer:
                 fading = 0.0 if math.isnan(best) else max(1.0 - best, 0.0) ** _FADING
                 cost += np.float32(self._config.slo_risk_ms * fading) * (ours if others is None else ours + others)
         return cost
+
+    def _urgency(self, context: Context, tpot: _Column | None, alive: Mask) -> _Column | np.float32:
+        """Float32 (n,) in 0..1, or 1: how far prices for others' decoding count.
+
+        Half by each candidate's own TPOT and half by the largest: by its own alone it would add to the momentary
+        differences in TPOT that drown prefix locality, by the largest alone the fullest batches would go on growing.
+        """
+        limit_ms, power = context.request.slo.tpot_ms, self._config.urgency_power
+        if tpot is None or limit_ms is None or power == 0.0:
+            return _ONE
+        shares: _Column = np.minimum(tpot / np.float32(limit_ms), _ONE)
+        largest = np.fmax.reduce(shares[alive])
+        urgency: _Column = (shares * largest) ** np.float32(power / 2.0)
+        return urgency
 
     def _kv_pressure(self, candidates: Candidates) -> _Column | None:
         """Float32 (n,) ms: nothing up to a utilization, then with the square of what is over it. None: nobody's is."""
@@ -213,7 +237,7 @@ class PredictedCostScorer:
             wide: _Column = np.maximum(spread, _OTHERS_SPREAD)
             distance: _Column = z * spread / wide
             rise = added / np.maximum(tpot, _LEAST_COST_MS) / wide
-            others = _DENSITY_AT_0 * np.exp(-_HALF * distance * distance) * rise * requests
+            others = _OTHERS_SHARE * _DENSITY_AT_0 * np.exp(-_HALF * distance * distance) * rise * requests
         if met is None:
             return None
         return _ONE - met, others

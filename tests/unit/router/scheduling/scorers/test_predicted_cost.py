@@ -179,6 +179,53 @@ def test_either_objective_alone_counts_and_both_combine():
     assert risks == pytest.approx([0.1, 0.1, 0.19], abs=2e-3)
 
 
+@pytest.mark.parametrize(("limit_ms", "shares"), [(40.0, [1 / 64, 1 / 16]), (20.0, [1 / 4, 1.0]), (10.0, [1.0, 1.0])])
+def test_prices_for_others_count_by_how_near_tpot_is_to_the_objective_there_and_at_the_slowest(limit_ms, shares):
+    endpoints = candidates(2, uncached_tokens=[1000] * 2, decoding_requests=[10] * 2, prefill_ms_per_token=[0.02, 0.02])
+    predicted = prediction(ttft_p50=[100] * 2, tpot_p50=[10, 20])
+    priced = FREE | {"stall_weight": 0.5}
+    stall = 0.5 * 20 * 10
+    stated = context(endpoints, predicted, slo=Slo(tpot_ms=limit_ms))
+    assert cost(stated, **priced) == pytest.approx([100 + share * stall for share in shares], rel=1e-4)
+    assert cost(stated, **priced, urgency_power=0) == pytest.approx([100 + stall] * 2)
+
+
+def test_an_endpoint_whose_tpot_is_unpredicted_leaves_the_others_their_price():
+    endpoints = candidates(2, uncached_tokens=[1000] * 2, decoding_requests=[10] * 2, prefill_ms_per_token=[0.02, 0.02])
+    predicted = prediction(ttft_p50=[100] * 2, tpot_p50=[20, math.nan])
+    values = cost(context(endpoints, predicted, slo=Slo(tpot_ms=40)), **(FREE | {"stall_weight": 0.5}))
+    assert values[0] == pytest.approx(100 + 100 / 16, rel=1e-4)
+    assert math.isnan(values[1])
+
+
+def test_without_a_tpot_objective_prices_for_others_are_whole():
+    endpoints = candidates(1, uncached_tokens=[1000], decoding_requests=[10], prefill_ms_per_token=[0.02])
+    predicted = prediction(ttft_p50=[100], tpot_p50=[10])
+    values = cost(context(endpoints, predicted, slo=Slo(ttft_ms=1000)), **(FREE | {"stall_weight": 0.5}))
+    assert values == pytest.approx([200])
+
+
+def test_the_decode_price_counts_by_the_same_nearness():
+    endpoints = candidates(2, decoding_requests=[10, 10])
+    predicted = prediction(ttft_p50=[50, 50], tpot_p50=[20, 20])
+    priced = FREE | {"decode_weight": 0.02}
+    [near, _], [free, _] = (
+        cost(context(endpoints, predicted, slo=Slo(tpot_ms=limit), expected_output_tokens=200), **priced)
+        for limit in (20, 40)
+    )
+    assert free - 50 == pytest.approx((near - 50) / 16, rel=1e-3)
+
+
+def test_a_full_batch_far_from_its_objective_is_at_no_risk():
+    """150 answers of a thousand tokens at 27 of 40 ms: a wide spread made our step look like a miss of theirs."""
+    endpoints = candidates(1, decoding_requests=[150], decode_context_tokens=[225_000])
+    predicted = prediction(ttft_p50=[100], tpot_p50=[27], tpot_p90=[28])
+    [value] = cost(
+        context(endpoints, predicted, slo=Slo(tpot_ms=40), input_tokens=1000, expected_output_tokens=1000), **RISK
+    )
+    assert value == pytest.approx(100, abs=5.0)
+
+
 def test_neighbours_near_their_objective_make_an_endpoint_dearer():
     endpoints = candidates(2, decoding_requests=[0, 40])
     predicted = prediction(ttft_p50=[100, 100], tpot_p50=[40, 40], tpot_p90=[44, 44])
