@@ -9,9 +9,9 @@
 The replays behind it (DECISIONS.md): TTFT is the only own term, since TPOT × output drowns prefix locality in
 momentary batch differences; small prices for others keep prefills off endpoints that decode much. The more arrives
 while a request waits, the more its own prefill holds up: so long prompts insist on a short wait, which the stall price
-alone would sell. urgency = (TPOT there · largest TPOT of all / TPOT objective²)², each ratio at most 1, and 1 without
-an objective: over the hundred requests of a batch that is far from its objective, prices for others outweigh our TTFT
-and save no objective.
+alone would sell. urgency = (TPOT there · largest TPOT of all / TPOT objective²)², each ratio at most 1; 1 without an
+objective, and where hardware differs: over the hundred requests of a batch that is far from its objective, prices for
+others outweigh our TTFT and save no objective; on unlike hardware they take work to what does it faster.
 
 risk = P(an SLO is missed), ours by the predicted quantiles, plus, at a third of the price, the rise of the neighbours'
 risk, who are taken to have our TPOT objective, over answers whose rest is known less sharply than the next step. It
@@ -64,6 +64,8 @@ _OTHERS_SPREAD: Final = np.float32(0.15)
 # The price of a miss of theirs beside ours: in full it drowned prefix locality where TPOT is near its objective
 # (scenario C at 95 %).
 _OTHERS_SHARE: Final = np.float32(0.25)
+# Endpoints of one class whose paces of prefill lie within this ratio count as the same hardware.
+_ALIKE: Final = np.float32(0.5)
 # Power of the best candidate's chance by which risk fades: with 1 and 2 locality was given up where TPOT can't be met.
 _FADING: Final = 4
 # tanh form of the normal distribution function, within 3e-4 of it.
@@ -168,13 +170,16 @@ class PredictedCostScorer:
 
         Half by each candidate's own TPOT and half by the largest: by its own alone it would add to the momentary
         differences in TPOT that drown prefix locality, by the largest alone the fullest batches would go on growing.
+        Whole where hardware differs, by its class or by its measured pace: the prices take work to what does it faster.
         """
         limit_ms, power = context.request.slo.tpot_ms, self._config.urgency_power
         if tpot is None or limit_ms is None or power == 0.0:
             return _ONE
+        classes, pace = context.candidates.hardware_class[alive], context.candidates.prefill_ms_per_token[alive]
+        if classes.min() != classes.max() or 0.0 < pace.min() < _ALIKE * pace.max():
+            return _ONE
         shares: _Column = np.minimum(tpot / np.float32(limit_ms), _ONE)
-        largest = np.fmax.reduce(shares[alive])
-        urgency: _Column = (shares * largest) ** np.float32(power / 2.0)
+        urgency: _Column = (shares * np.fmax.reduce(shares[alive])) ** np.float32(power / 2.0)
         return urgency
 
     def _kv_pressure(self, candidates: Candidates) -> _Column | None:

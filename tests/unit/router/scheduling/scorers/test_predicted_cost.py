@@ -190,6 +190,19 @@ def test_prices_for_others_count_by_how_near_tpot_is_to_the_objective_there_and_
     assert cost(stated, **priced, urgency_power=0) == pytest.approx([100 + stall] * 2)
 
 
+@pytest.mark.parametrize(
+    "unlike",
+    [{"hardware_class": [1, 2]}, {"prefill_ms_per_token": [0.02, 0.05]}],
+    ids=["by class", "by measured pace, unlabelled"],
+)
+def test_prices_for_others_are_whole_on_unlike_hardware(unlike):
+    columns = {"uncached_tokens": [1000] * 2, "decoding_requests": [10] * 2, "prefill_ms_per_token": [0.02, 0.02]}
+    endpoints = candidates(2, **(columns | unlike))
+    predicted = prediction(ttft_p50=[100] * 2, tpot_p50=[10, 20])
+    values = cost(context(endpoints, predicted, slo=Slo(tpot_ms=40)), **(FREE | {"stall_weight": 0.5}))
+    assert values[0] == pytest.approx(200)
+
+
 def test_an_endpoint_whose_tpot_is_unpredicted_leaves_the_others_their_price():
     endpoints = candidates(2, uncached_tokens=[1000] * 2, decoding_requests=[10] * 2, prefill_ms_per_token=[0.02, 0.02])
     predicted = prediction(ttft_p50=[100] * 2, tpot_p50=[20, math.nan])
