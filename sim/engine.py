@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from sim.hardware import HardwareProfile
-from sim.kv_cache import CachedBlock, KvBlockPool
+from sim.kv_cache import BlockHolder, KvBlockPool
 
 
 class EngineError(ValueError):
@@ -81,8 +81,17 @@ class EngineRequest:
     block_hashes: Sequence[int] = ()
     finish_reason: FinishReason = FinishReason.LENGTH
 
+    def check(self, limits: EngineLimits) -> None:
+        """Raises RequestTooLongError, and EngineError for a token count below 1."""
+        if self.prompt_tokens < 1 or self.output_tokens < 1:
+            raise EngineError(
+                f"prompt_tokens and output_tokens must be >= 1, got {self.prompt_tokens} and {self.output_tokens}"
+            )
+        if self.prompt_tokens + self.output_tokens > limits.max_model_tokens:
+            raise RequestTooLongError(self.prompt_tokens, self.output_tokens, limits.max_model_tokens)
 
-class RequestState:
+
+class RequestState(BlockHolder):
     """A request inside the engine, and its result once `finish_reason` is set. Callers only read it.
 
     Times are on the caller's clock, in milliseconds; None while not reached. `cached_tokens` are the prompt tokens
@@ -91,17 +100,11 @@ class RequestState:
 
     __slots__ = (
         "arrival_ms",
-        "block_hashes",
-        "blocks",
         "cached_tokens",
-        "computed_tokens",
         "finish_reason",
         "finished_ms",
-        "held_blocks",
         "output_tokens",
         "preemptions",
-        "private_blocks",
-        "published_blocks",
         "request",
         "scheduled_ms",
         "step_tokens",
@@ -110,9 +113,9 @@ class RequestState:
     )
 
     def __init__(self, request: EngineRequest, arrival_ms: float) -> None:
+        super().__init__(request.block_hashes)
         self.request = request
         self.arrival_ms = arrival_ms
-        self.block_hashes = request.block_hashes
         self.output_tokens = request.output_tokens
         self.scheduled_ms: float | None = None
         self.finished_ms: float | None = None
@@ -120,15 +123,9 @@ class RequestState:
         self.cached_tokens = 0
         self.preemptions = 0
         self.token_times_ms: list[float] = []
-        # Scheduling: tokens whose KV exists, tokens known so far (prompt + generated), tokens of the running step.
-        self.computed_tokens = 0
+        # Scheduling: tokens known so far (prompt + generated), tokens of the running step.
         self.target_tokens = request.prompt_tokens
         self.step_tokens = 0
-        # Memory: hashed blocks in chain order, the number without a hash, their sum, how many went to the cache.
-        self.blocks: list[CachedBlock] = []
-        self.private_blocks = 0
-        self.held_blocks = 0
-        self.published_blocks = 0
 
     @property
     def generated_tokens(self) -> int:
@@ -202,7 +199,7 @@ class Engine:
             raise EngineError(f"noise must be in [0, 1), got {noise!r}")
         self.profile = profile
         self.limits = limits
-        self.pool = KvBlockPool(limits.num_blocks)
+        self.pool = KvBlockPool(limits.num_blocks, limits.block_tokens, prefix_caching=limits.prefix_caching)
         self._rng = rng
         self._noise = noise
         self._waiting: deque[RequestState] = deque()
@@ -252,12 +249,7 @@ class Engine:
             RequestTooLongError: prompt and output exceed `max_model_tokens`.
             EngineError: a token count below 1, or an id that is still in the engine.
         """
-        if request.prompt_tokens < 1 or request.output_tokens < 1:
-            raise EngineError(
-                f"prompt_tokens and output_tokens must be >= 1, got {request.prompt_tokens} and {request.output_tokens}"
-            )
-        if request.prompt_tokens + request.output_tokens > self.limits.max_model_tokens:
-            raise RequestTooLongError(request.prompt_tokens, request.output_tokens, self.limits.max_model_tokens)
+        request.check(self.limits)
         if request.request_id in self._states:
             raise EngineError(f"request_id {request.request_id!r} is already in the engine")
         state = RequestState(request, now_ms)
@@ -357,7 +349,7 @@ class Engine:
     def _schedule_running(self) -> int:
         """Give every running sequence its tokens in order of admission; the budget left, 0 after a preemption."""
         budget = self.limits.max_batched_tokens
-        running = self._running
+        running, grow = self._running, self.pool.grow
         scheduled = self._scheduled
         preempted = False
         index = 0
@@ -365,7 +357,7 @@ class Engine:
             state = running[index]
             tokens = state.target_tokens - state.computed_tokens
             tokens = min(tokens, budget)
-            if not self._grow(state, tokens):
+            if not grow(state, tokens):
                 # The youngest makes room; it has not been scheduled in this step, since order is by admission.
                 preempted = True
                 self._preempt(running.pop())
@@ -386,74 +378,37 @@ class Engine:
             state = waiting[0]
             if state.arrival_ms > now_ms:
                 break
-            hits: list[CachedBlock] = []
-            idle_hits = 0
-            if limits.prefix_caching:
-                # At least one token must be computed to get logits for the next.
-                hits, idle_hits = pool.match(state.block_hashes, (state.target_tokens - 1) // limits.block_tokens)
-            needed = -(-state.target_tokens // limits.block_tokens) - len(hits)
-            if pool.available_blocks - idle_hits < needed:
+            if not pool.admit(state, state.target_tokens):
                 break
             waiting.popleft()
             running.append(state)
-            pool.pin(hits)
-            state.blocks = hits
-            state.held_blocks = state.published_blocks = len(hits)
-            hit_tokens = len(hits) * limits.block_tokens
-            state.computed_tokens = hit_tokens
+            hit_tokens = state.computed_tokens
             if state.scheduled_ms is None:
                 state.scheduled_ms = now_ms
                 state.cached_tokens = hit_tokens
                 self._prefix_queried_tokens += state.request.prompt_tokens
                 self._prefix_hit_tokens += hit_tokens
             tokens = min(state.target_tokens - hit_tokens, budget)
-            if not self._grow(state, tokens):
+            if not pool.grow(state, tokens):
                 raise AssertionError("the whole prompt was found to fit, so its first chunk does")
             state.step_tokens = tokens
             self._scheduled.append(state)
             budget -= tokens
 
-    def _grow(self, state: RequestState, tokens: int) -> bool:
-        """Hold blocks for `tokens` more tokens and offer the full ones to the cache; False (no change) if short."""
-        block_tokens = self.limits.block_tokens
-        end = state.computed_tokens + tokens
-        needed = -(-end // block_tokens) - state.held_blocks
-        if needed > 0:
-            if not self.pool.take(needed):
-                return False
-            state.held_blocks += needed
-            state.private_blocks += needed
-        full = end // block_tokens
-        if full > state.published_blocks:
-            self._publish(state, full)
-        return True
-
-    def _publish(self, state: RequestState, full_blocks: int) -> None:
-        if self.limits.prefix_caching:
-            new_hashes = state.block_hashes[state.published_blocks : full_blocks]
-            state.blocks.extend([self.pool.publish(block_hash) for block_hash in new_hashes])
-            state.private_blocks -= len(new_hashes)
-        state.published_blocks = full_blocks
-
     def _preempt(self, state: RequestState) -> None:
         """Send a sequence back to the head of the queue; its KV is recomputed, its generated tokens stay."""
-        self._free(state)
+        self.pool.give_back(state)
         state.computed_tokens = 0
         state.preemptions += 1
         self._preemptions += 1
         self._waiting.appendleft(state)
 
     def _end(self, state: RequestState, reason: FinishReason, now_ms: float) -> None:
-        self._free(state)
+        self.pool.give_back(state)
         state.finish_reason = reason
         state.finished_ms = now_ms
         self._finished[reason] += 1
         del self._states[state.request.request_id]
-
-    def _free(self, state: RequestState) -> None:
-        self.pool.release(state.blocks, state.private_blocks)
-        state.blocks = []
-        state.private_blocks = state.held_blocks = state.published_blocks = 0
 
     def _price(self, now_ms: float) -> Step:
         """The step's duration: prefill chunks by their place in the prompt, decodes by their context."""

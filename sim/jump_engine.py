@@ -14,16 +14,16 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from sim.engine import EngineError, EngineLimits, EngineMetrics, EngineRequest, FinishReason, RequestTooLongError
+from sim.engine import EngineError, EngineLimits, EngineMetrics, EngineRequest, FinishReason
 from sim.hardware import HardwareProfile
-from sim.kv_cache import CachedBlock, KvBlockPool
+from sim.kv_cache import BlockHolder, KvBlockPool
 
 # Steps laid out at once: an answer's end or an arrival mostly comes sooner.
 _LONGEST_STRETCH: Final = 256
@@ -32,7 +32,7 @@ _VECTOR_STEPS: Final = 12
 _NOISE_CHUNK: Final = 4096
 
 
-class Running:
+class Running(BlockHolder):
     """One request inside the engine, and its result once `finished_ms` is set. Callers only read it.
 
     Times are on the caller's clock, ms. `cached_tokens`: prompt tokens found in the prefix cache at first admission.
@@ -40,23 +40,20 @@ class Running:
 
     __slots__ = (
         "arrival_ms",
-        "blocks",
         "cached_tokens",
-        "computed_tokens",
         "finish_step",
         "finished_ms",
         "first_token_ms",
         "generated_tokens",
-        "held_blocks",
         "joined_step",
         "preemptions",
-        "private_blocks",
         "request",
         "scheduled_ms",
         "step_tokens",
     )
 
     def __init__(self, request: EngineRequest, arrival_ms: float) -> None:
+        super().__init__(request.block_hashes)
         self.request = request
         self.arrival_ms = arrival_ms
         self.scheduled_ms: float | None = None
@@ -65,14 +62,10 @@ class Running:
         self.cached_tokens = 0
         self.preemptions = 0
         self.generated_tokens = 0
-        # Tokens whose KV exists: as of `joined_step` while decoding, since then one more per step.
-        self.computed_tokens = 0
+        # While it decodes `computed_tokens` is as of `joined_step`, since then one more per step.
         self.step_tokens = 0
         self.joined_step = 0
         self.finish_step = -1
-        self.blocks: list[CachedBlock] = []
-        self.private_blocks = 0
-        self.held_blocks = 0
 
     @property
     def target_tokens(self) -> int:
@@ -160,7 +153,7 @@ class JumpEngine:
             )
         self.profile = profile
         self.limits = limits
-        self.pool = KvBlockPool(limits.num_blocks)
+        self.pool = self._empty_pool()
         self._noise = noise
         self._on_first = on_first
         self._on_finish = on_finish
@@ -187,6 +180,10 @@ class JumpEngine:
         self.preemptions = 0
         self.finished = 0
 
+    def _empty_pool(self) -> KvBlockPool:
+        limits = self.limits
+        return KvBlockPool(limits.num_blocks, limits.block_tokens, prefix_caching=limits.prefix_caching)
+
     @property
     def wake_ms(self) -> float:
         """When `advance` has something to do; infinity while idle."""
@@ -205,12 +202,7 @@ class JumpEngine:
 
         Raises RequestTooLongError, and EngineError for a token count below 1.
         """
-        if request.prompt_tokens < 1 or request.output_tokens < 1:
-            raise EngineError(
-                f"prompt_tokens and output_tokens must be >= 1, got {request.prompt_tokens} and {request.output_tokens}"
-            )
-        if request.prompt_tokens + request.output_tokens > self.limits.max_model_tokens:
-            raise RequestTooLongError(request.prompt_tokens, request.output_tokens, self.limits.max_model_tokens)
+        request.check(self.limits)
         running = Running(request, now_ms)
         self._waiting.append(running)
         if not self._step_ends:
@@ -230,7 +222,7 @@ class JumpEngine:
         if self._prefilling is not None:
             lost.append(self._prefilling)
         lost.sort(key=lambda running: running.arrival_ms)
-        self.pool = KvBlockPool(self.limits.num_blocks)
+        self.pool = self._empty_pool()
         self._waiting.clear()
         self._prefilling, self._completing = None, []
         self._decoding.clear()
@@ -335,7 +327,7 @@ class JumpEngine:
         work = _Work(len(self._decoding), self._context_tokens)
         if prefill is not None and budget > 0:
             chunk = min(prefill.target_tokens - prefill.computed_tokens, budget)
-            if self._grow(prefill, chunk):
+            if self._compute(prefill, chunk):
                 work.add(prefill, chunk)
                 budget -= chunk
                 if prefill.computed_tokens + chunk == prefill.target_tokens:
@@ -437,9 +429,7 @@ class JumpEngine:
             else:
                 self._join(running)
         for running in ended:
-            self._publish(running, running.computed_tokens // self.limits.block_tokens)
-            self.pool.release(running.blocks, running.private_blocks)
-            running.blocks = []
+            self._give_back(running)
             running.finished_ms = end_ms
             self.finished += 1
         self._step_ends = []
@@ -492,40 +482,29 @@ class JumpEngine:
         """Back to the head of the queue; its KV is computed again, its generated tokens stay."""
         if running is self._prefilling:
             self._prefilling = None
-        self._publish(running, running.computed_tokens // self.limits.block_tokens)
-        self.pool.release(running.blocks, running.private_blocks)
-        running.blocks = []
-        running.private_blocks = running.held_blocks = running.computed_tokens = running.step_tokens = 0
+        self._give_back(running)
+        running.computed_tokens = running.step_tokens = 0
         running.preemptions += 1
         self.preemptions += 1
         self._waiting.appendleft(running)
 
     def _admit(self, budget: int, now_ms: float, work: "_Work") -> None:
         """Admit waiting requests while budget, sequence slots and blocks last."""
-        limits, pool, waiting = self.limits, self.pool, self._waiting
-        size = limits.block_tokens
-        while waiting and budget > 0 and self._prefilling is None and self.running_requests < limits.max_num_seqs:
+        limit, waiting = self.limits.max_num_seqs, self._waiting
+        while waiting and budget > 0 and self._prefilling is None and self.running_requests < limit:
             running = waiting[0]
             target = running.target_tokens
-            hits: list[CachedBlock] = []
-            idle_hits = 0
-            if limits.prefix_caching:
-                hits, idle_hits = pool.match(running.request.block_hashes, (target - 1) // size)
-            if pool.available_blocks - idle_hits < -(-target // size) - len(hits):
+            if not self.pool.admit(running, target):
                 break
             waiting.popleft()
-            pool.pin(hits)
-            running.blocks = hits
-            running.held_blocks = len(hits)
-            hit_tokens = len(hits) * size
-            running.computed_tokens = hit_tokens
+            hit_tokens = running.computed_tokens
             if running.scheduled_ms is None:
                 running.scheduled_ms = now_ms
                 running.cached_tokens = hit_tokens
                 self.prefix_queried_tokens += running.request.prompt_tokens
                 self.prefix_hit_tokens += hit_tokens
             chunk = min(target - hit_tokens, budget)
-            if not self._grow(running, chunk):
+            if not self._compute(running, chunk):
                 raise AssertionError("the whole prompt was found to fit, so its first chunk does")
             work.add(running, chunk)
             budget -= chunk
@@ -534,23 +513,14 @@ class JumpEngine:
             else:
                 self._prefilling = running
 
-    def _grow(self, running: Running, tokens: int) -> bool:
-        """Hold blocks for `tokens` more tokens and offer the full ones to the cache; False (no change) if short."""
-        size = self.limits.block_tokens
-        end = running.computed_tokens + tokens
-        needed = -(-end // size) - running.held_blocks
-        if needed > 0:
-            if not self.pool.take(needed):
-                return False
-            running.held_blocks += needed
-            running.private_blocks += needed
+    def _compute(self, running: Running, tokens: int) -> bool:
+        """Hold blocks for `tokens` more tokens of the next step; False (no change) if short."""
+        if not self.pool.grow(running, tokens):
+            return False
         running.step_tokens = tokens
-        self._publish(running, end // size)
         return True
 
-    def _publish(self, running: Running, full_blocks: int) -> None:
-        """Offer its full blocks to the prefix cache; those without a hash stay private."""
-        if self.limits.prefix_caching:
-            hashes: Sequence[int] = running.request.block_hashes[len(running.blocks) : full_blocks]
-            running.blocks += self.pool.publish_all(hashes)
-            running.private_blocks -= len(hashes)
+    def _give_back(self, running: Running) -> None:
+        """Its blocks, of which those that its answer has filled enter the cache only now."""
+        self.pool.publish(running, running.computed_tokens // self.limits.block_tokens)
+        self.pool.give_back(running)

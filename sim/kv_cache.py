@@ -1,8 +1,10 @@
 """KV blocks of one simulated server, with prefix sharing and least-recently-used eviction.
 
-Pure; `engine` is its only caller. A block is in exactly one of four states: free, private (held by one sequence, no
-hash), pinned (hashed, held by one or more sequences) or idle (hashed, held by none, evictable). Private and free blocks
-are only counted; hashed ones are objects. Cost is per block at admission and release, none per token.
+Pure; `engine` and `jump_engine` are its callers. A `BlockHolder` is what one sequence has of it; `admit`, `grow`,
+`publish` and `give_back` are all that a scheduler does with a sequence's blocks. A block is in exactly one of four
+states: free, private (held by one sequence, no hash), pinned (hashed, held by one or more sequences) or idle (hashed,
+held by none, evictable). Private and free blocks are only counted; hashed ones are objects. Cost is per block at
+admission and release, none per token.
 
 It differs from vLLM in two points: blocks that never got a hash are reused before any hashed one, where vLLM keeps both
 kinds in one queue; and a block computed twice is merged, where vLLM keeps both copies.
@@ -33,9 +35,31 @@ class CachedBlock:
         self.holders = 1
 
 
+class BlockHolder:
+    """One sequence's memory: its hashed blocks in chain order, the number of those without a hash, and their sum.
+
+    `block_hashes` names its chain; `computed_tokens` have their KV. Callers only read the blocks.
+    """
+
+    __slots__ = ("block_hashes", "blocks", "computed_tokens", "held_blocks", "private_blocks", "published_blocks")
+
+    def __init__(self, block_hashes: Sequence[int]) -> None:
+        self.block_hashes = block_hashes
+        self.computed_tokens = 0
+        self.blocks: list[CachedBlock] = []
+        self.private_blocks = 0
+        self.held_blocks = 0
+        # How many full blocks were offered to the cache, with a hash or without.
+        self.published_blocks = 0
+
+
 class KvBlockPool:
-    def __init__(self, total_blocks: int) -> None:
+    """`total_blocks` of `block_tokens` tokens each; without `prefix_caching` nothing is found or findable."""
+
+    def __init__(self, total_blocks: int, block_tokens: int, *, prefix_caching: bool = True) -> None:
         self.total_blocks = total_blocks
+        self.block_tokens = block_tokens
+        self.prefix_caching = prefix_caching
         self.free_blocks = total_blocks
         self.private_blocks = 0
         self.pinned_blocks = 0
@@ -57,6 +81,57 @@ class KvBlockPool:
     def used_ratio(self) -> float:
         """Share of blocks that running sequences hold, 0..1; evictable blocks count as unused."""
         return (self.private_blocks + self.pinned_blocks) / self.total_blocks
+
+    # --- one sequence -------------------------------------------------------------------------------------------
+
+    def admit(self, holder: BlockHolder, tokens: int) -> bool:
+        """Pin what is cached of a sequence of `tokens` tokens, so that they count as computed; False (and no change)
+        where the rest of it wouldn't fit. The last token is always left: it gives the logits for the next.
+        """
+        size = self.block_tokens
+        hits: list[CachedBlock] = []
+        idle_hits = 0
+        if self.prefix_caching:
+            hits, idle_hits = self.match(holder.block_hashes, (tokens - 1) // size)
+        if self.free_blocks + len(self._idle) - idle_hits < -(-tokens // size) - len(hits):
+            return False
+        self.pin(hits)
+        holder.blocks = hits
+        holder.held_blocks = holder.published_blocks = len(hits)
+        holder.computed_tokens = len(hits) * size
+        return True
+
+    def grow(self, holder: BlockHolder, tokens: int) -> bool:
+        """Hold blocks for `tokens` more tokens and offer the full ones to the cache; False (no change) if short."""
+        size = self.block_tokens
+        end = holder.computed_tokens + tokens
+        needed = -(-end // size) - holder.held_blocks
+        if needed > 0:
+            if not self.take(needed):
+                return False
+            holder.held_blocks += needed
+            holder.private_blocks += needed
+        full = end // size
+        if full > holder.published_blocks:
+            self.publish(holder, full)
+        return True
+
+    def publish(self, holder: BlockHolder, full_blocks: int) -> None:
+        """Offer its full blocks to the cache; those without a hash stay private."""
+        if self.prefix_caching:
+            new_hashes = holder.block_hashes[holder.published_blocks : full_blocks]
+            if new_hashes:
+                holder.blocks += self._published(new_hashes)
+                holder.private_blocks -= len(new_hashes)
+        holder.published_blocks = full_blocks
+
+    def give_back(self, holder: BlockHolder) -> None:
+        """All that it holds; what it had computed is to be computed again, or wanted no more."""
+        self._release(holder.blocks, holder.private_blocks)
+        holder.blocks = []
+        holder.private_blocks = holder.held_blocks = holder.published_blocks = 0
+
+    # --- blocks -------------------------------------------------------------------------------------------------
 
     def match(self, hashes: Sequence[int], max_blocks: int) -> tuple[list[CachedBlock], int]:
         """The longest cached chain at the start of `hashes`, and how many of its blocks are idle. Changes nothing."""
@@ -99,26 +174,8 @@ class KvBlockPool:
         self.private_blocks += blocks
         return True
 
-    def publish(self, block_hash: int) -> CachedBlock:
-        """Make one private block findable under its hash; if that hash is cached already, hold that block instead."""
-        block = self._cached.get(block_hash)
-        self.private_blocks -= 1
-        if block is None:
-            block = CachedBlock(block_hash)
-            self._cached[block_hash] = block
-            self.pinned_blocks += 1
-            if self.listener is not None:
-                self.listener.stored(block_hash)
-            return block
-        self.free_blocks += 1
-        if block.holders == 0:
-            del self._idle[block_hash]
-            self.pinned_blocks += 1
-        block.holders += 1
-        return block
-
-    def publish_all(self, hashes: Sequence[int]) -> list[CachedBlock]:
-        """`publish` for each, in one go."""
+    def _published(self, hashes: Sequence[int]) -> list[CachedBlock]:
+        """Make private blocks findable under their hashes; where one is cached already, hold that block instead."""
         cached, idle = self._cached, self._idle
         found: list[CachedBlock] = []
         fresh = 0
@@ -140,7 +197,7 @@ class KvBlockPool:
         self.free_blocks += len(found) - fresh
         return found
 
-    def release(self, blocks: Sequence[CachedBlock], private_blocks: int) -> None:
+    def _release(self, blocks: Sequence[CachedBlock], private_blocks: int) -> None:
         """Give back what one sequence held: its hashed blocks in chain order, and a number of private ones."""
         self.private_blocks -= private_blocks
         self.free_blocks += private_blocks
