@@ -177,3 +177,23 @@ async def test_tls_with_certificates_of_both_sides(nats: NatsServer, redis: Redi
         with pytest.raises(Exception, match=r"(?i)ssl|tls|certificate|connection"):
             await client.ping()
         await client.aclose()
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_a_connection_that_the_server_closed_while_it_was_idle_costs_no_call(
+    redis: RedisServer, retries: int
+) -> None:
+    client = connect(RedisSettings(url=redis.url), retries=retries)
+    try:
+        assert await client.set("key", "value")
+        for _ in range(5):
+            assert await command(redis, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+            async def gone() -> bool:
+                listed = bytes(await command(redis, "CLIENT", "LIST", "TYPE", "normal"))  # type: ignore[arg-type]
+                return listed.count(b" addr=") <= 1
+
+            await until(gone, "only the asking connection is left")
+            assert await client.get("key") == b"value"
+    finally:
+        await client.aclose()
