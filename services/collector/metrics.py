@@ -107,6 +107,11 @@ class CollectorMetrics:
         )
         self._spooled = Gauge("leadtime_collector_spooled_samples", "Samples on the disk", registry=registry)
         self._spool_bytes = Gauge("leadtime_collector_spool_bytes", "Size of the spool", registry=registry)
+        self.untold = Counter(
+            "leadtime_collector_untold",
+            "Requests without a sample that routers weren't told of: more than are kept while NATS is away",
+            registry=registry,
+        )
         self.nats_errors = Counter("leadtime_collector_nats_errors", "Errors of the NATS client", registry=registry)
         self.stream_differs = Gauge(
             "leadtime_collector_stream_differs", "1 if the stream is configured otherwise", registry=registry

@@ -115,6 +115,7 @@ class Publisher:
 
     def tell(self, end: Unsampled) -> None:
         """Let routers know of a request without a sample, once, if NATS is there: nothing depends on it."""
+        self._metrics.untold.inc(len(self._told) == _MAX_TOLD)  # the oldest makes room
         self._told.append(end)
         self._wake.set()
 

@@ -127,6 +127,18 @@ async def test_an_outage_of_nats_is_counted_at_each_attempt_and_logged_once_a_ki
     assert len(told) == len(set(told))
 
 
+async def test_requests_without_a_sample_are_kept_for_nats_within_a_bound_and_the_rest_counted(tmp_path: Path) -> None:
+    async with nats_server(tmp_path) as server:
+        await server.stop()
+        async with running_collector(server.url, ready=False) as collector:
+            await collector.log(*(entry(number, status=500) for number in range(1_007)))
+
+            async def counted() -> bool:
+                return await collector.metric("leadtime_collector_untold_total") == 7
+
+            await until(counted, "seven too many")
+
+
 async def test_a_restart_of_nats_loses_nothing_that_was_acknowledged_or_waits(
     nats: NatsServer, collector: RunningCollector
 ) -> None:
