@@ -66,7 +66,7 @@ CAPACITY_REQUESTS: Final[Mapping[str, int]] = {
 }
 # The trainer's own interval is 10 s: a third of the fits, which are half a run's CPU.
 RETRAIN_MS: Final = 30_000.0
-DECIDING: Final = ("services.router.core", "services.router.scheduling.pipeline")
+DECIDING: Final = ("services.router.scheduling.pipeline",)
 LEARNING: Final = (
     "shared.features",
     "shared.inference",
@@ -114,7 +114,7 @@ def data_folder() -> Path:
 @functools.cache
 def policy_revision(name: str) -> str:
     """A digest of what decides under this policy: its profiles' values, its plugins, the pipeline, and the model of one
-    that learns. Comments and docstrings aside; so are the routers' state and the simulated pods.
+    that learns. Comments and docstrings aside; so are what surrounds a policy in a router, and the simulated pods.
     """
     chosen = policy(name)
     profile = chosen.profiles.get(chosen.profile)
