@@ -2,9 +2,9 @@
 
 Ext-proc streams are driven straight at a real router of a whole local stack, some under way at a time; each decision
 comes back with its metadata, as from Envoy, in an access-log entry to the real collector, and from there over JetStream
-to the trainer and the router again. One request in fifty is reset by its client. Prompts repeat (4,096 of them), so
-that bounded memories are full when the warm-up, the first fifth, is over. The stream drops its oldest at its own limit,
-so what is counted there is what was ever stored.
+to the trainer and the router again. One request in fifty is reset by its client, one in a hundred by its endpoint.
+Prompts repeat (4,096 of them), so that bounded memories are full when the warm-up, the first fifth, is over. The stream
+drops its oldest at its own limit, so what is counted there is what was ever stored.
 
 `growth_ratio` is the resident memory at the end against the one after the warm-up (medians of a tenth of the run each),
 `descriptors_growth` that of open descriptors; both are only told of runs of 50,000 requests and more. `balance` holds
@@ -46,6 +46,7 @@ from sim.extproc_client import ExtProcClient
 _CONCURRENCY: Final = 16
 _PROMPTS: Final = 4_096
 _RESET_EVERY: Final = 50
+_RESET_UPSTREAM_EVERY: Final = 100
 _ENTRIES_WAITING: Final = 256
 _JUDGED_FROM: Final = 50_000
 _SETTLE_S: Final = 60.0
@@ -58,7 +59,7 @@ class Entries:
         self._template = entry_message(0)
         self._waiting: asyncio.Queue[accesslog_pb2.HTTPAccessLogEntry | None] = asyncio.Queue(_ENTRIES_WAITING)
 
-    async def offer(self, decision: str, destinations: tuple[str, ...], *, aborted: bool) -> None:
+    async def offer(self, decision: str, destinations: tuple[str, ...], *, aborted: bool, reset: bool) -> None:
         """A finished request's entry; waits while too many wait."""
         entry = accesslog_pb2.HTTPAccessLogEntry()
         entry.CopyFrom(self._template)
@@ -69,6 +70,7 @@ class Entries:
         common.upstream_remote_address.socket_address.address = host
         common.upstream_remote_address.socket_address.port_value = int(port)
         common.response_flags.downstream_connection_termination = aborted
+        common.response_flags.upstream_remote_reset = reset
         spaces = common.metadata.filter_metadata
         spaces[names.METADATA_NAMESPACE].update({names.METADATA_KEY: decision})
         spaces[names.LUA_NAMESPACE].update({names.LUA_FIRST_CONTENT: str(started_us + 404_000)})
@@ -149,7 +151,8 @@ async def drive(stack: Stack, total: int, watched: list[Watched]) -> tuple[int, 
                     stream.reset()
                 else:
                     await stream.end()
-                await entries.offer(answer.metadata, answer.destinations, aborted=aborted)
+                reset = number % _RESET_UPSTREAM_EVERY == 1
+                await entries.offer(answer.metadata, answer.destinations, aborted=aborted, reset=reset)
 
         async def look() -> None:
             while True:
