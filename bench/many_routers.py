@@ -37,9 +37,10 @@ from bench.replay import (
     policy_revision,
 )
 from bench.replay import RESULTS as REPLAY_RESULTS
-from sim.replay.cluster import RunOptions, run
+from sim.replay.cluster import run
 from sim.replay.learning import LearningOptions
 from sim.replay.measure import figures
+from sim.replay.options import RunOptions
 from sim.replay.policies import policy
 from sim.replay.pool import parse_hardware
 from sim.replay.trace import load_trace

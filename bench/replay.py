@@ -30,9 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from sim.replay.cluster import RunOptions, SloRule, run
+from sim.replay.cluster import run
 from sim.replay.learning import LearningOptions
 from sim.replay.measure import capacity, cold_start, figures, guess, pool_capacity
+from sim.replay.options import RunOptions, SloRule
 from sim.replay.policies import policy
 from sim.replay.pool import PodSpec, describe, parse_hardware
 from sim.replay.trace import Trace, load_trace

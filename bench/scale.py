@@ -54,8 +54,9 @@ from services.router.state.table import MAX_CANDIDATES
 from shared.clock import SystemClock
 from shared.inference import BundleModel, as_columns
 from shared.samples import Rung, encode_decision
-from sim.replay.cluster import RunOptions, SloRule, run
+from sim.replay.cluster import run
 from sim.replay.measure import figures
+from sim.replay.options import RunOptions, SloRule
 from sim.replay.policies import policy
 from sim.replay.pool import parse_hardware
 from sim.replay.trace import load_trace

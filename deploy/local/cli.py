@@ -275,7 +275,7 @@ def replay_command(
     """
     # Fits and graphs: a second of imports that the other commands need not wait for.
     from deploy.local import replay  # noqa: PLC0415
-    from sim.replay.cluster import SloRule  # noqa: PLC0415
+    from sim.replay.options import SloRule  # noqa: PLC0415
 
     console = Console(soft_wrap=True)
     for file, argument in ((json_file, "--json"), (svg_file, "--svg")):

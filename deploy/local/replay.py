@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from shared.errors import FieldError
-from sim.replay.cluster import RunOptions, SloRule, run
+from sim.replay.cluster import run
 from sim.replay.measure import capacity, cold_start, figures, guess, pool_capacity
+from sim.replay.options import RunOptions, SloRule
 from sim.replay.picture import picture
 from sim.replay.policies import policy
 from sim.replay.pool import describe, parse_hardware

@@ -17,7 +17,9 @@ import numpy as np
 
 from shared.errors import ConfigurationError
 from shared.samples import Outcome
-from sim.replay.cluster import Outcomes, RunOptions, RunResult, SloRule, run
+from sim.replay.cluster import run
+from sim.replay.options import RunOptions, SloRule
+from sim.replay.outcomes import Outcomes, RunResult
 from sim.replay.policies import policy
 from sim.replay.pool import PodSpec, describe, limits_of, short_name
 from sim.replay.trace import Trace

@@ -11,6 +11,7 @@ from typing import Final
 from shared.errors import ConfigurationError
 from sim.engine import EngineLimits
 from sim.hardware import PROFILES, HardwareProfile
+from sim.jump_engine import JumpEngine
 
 MAX_PODS: Final = 1000
 # 64 tokens a block instead of vLLM's 16: a quarter of the work per prompt, and hits rounded down by at most 48 tokens.
@@ -81,3 +82,15 @@ def _profile(name: str) -> HardwareProfile | None:
         return PROFILES[name]
     short = _SHORT.fullmatch(name)
     return next((p for p in PROFILES.values() if short and short_name(p) == name), None)
+
+
+class Pod:
+    """One pod: its engine while it is up."""
+
+    def __init__(self, place: int, spec: PodSpec) -> None:
+        self.place = place
+        self.spec = spec
+        self.address = f"10.0.{place // 250}.{place % 250 + 1}:8000"
+        self.started_s = 1.0
+        self.up = True
+        self.engine: JumpEngine | None = None

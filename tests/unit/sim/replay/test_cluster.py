@@ -10,9 +10,11 @@ import pytest
 from services.router.core import DecisionCore
 from services.router.request.inference_request import InferenceRequest
 from shared.samples import Outcome
-from sim.replay import cluster
-from sim.replay.cluster import Failure, RunOptions, RunResult, SloRule, Speed, run
+from sim.replay import routers
+from sim.replay.cluster import run
 from sim.replay.learning import LearningOptions
+from sim.replay.options import Failure, RunOptions, SloRule, Speed
+from sim.replay.outcomes import RunResult
 from sim.replay.policies import policy
 from sim.replay.pool import parse_hardware
 from sim.replay.trace import Piece, ReplayRequest, Trace, load_trace
@@ -155,7 +157,7 @@ def test_decisions_are_those_of_the_routers_core(monkeypatch: pytest.MonkeyPatch
             orders.append(decision.order)
             return decision
 
-    monkeypatch.setattr(cluster, "DecisionCore", Watched)
+    monkeypatch.setattr(routers, "DecisionCore", Watched)
     result = run(trace(60), PODS, policy("lmetric"), OPTIONS)
     assert len(asked) == 60
     assert [order[0] for order in orders] == result.outcomes.pod.tolist()

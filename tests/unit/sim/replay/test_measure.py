@@ -9,8 +9,8 @@ import pytest
 
 from shared.errors import ConfigurationError
 from shared.samples import Outcome
-from sim.replay.cluster import Outcomes, RunResult
 from sim.replay.measure import Search, capacity, cold_start, figures, guess, pool_capacity, saturated
+from sim.replay.outcomes import Outcomes, RunResult
 from sim.replay.picture import picture
 from sim.replay.policies import policy
 from sim.replay.pool import PoolError, describe, parse_hardware
