@@ -37,6 +37,17 @@ def test_the_new_calibration_has_seen_the_newest_rows(first):
     assert 0 < first.calibrator.live()["ttft"].mape < 0.4
 
 
+def test_an_endpoint_that_has_been_silent_for_a_thousand_samples_is_believed_to_be_as_the_pool(snapshot, first):
+    """Each bundle's calibration begins anew from the newest rows: what is said of an endpoint goes with its traffic."""
+    silent = "10.0.0.9:8000"
+    for spoke, known in ((1_001, True), (1_000, False)):
+        endpoints = (*(silent,) * spoke, *snapshot.endpoints[spoke:])
+        state = warmed(
+            dataclasses.replace(snapshot, endpoints=endpoints), first.champion, CycleOptions("p").calibration
+        )
+        assert (silent in state.calibration("default", 1, 0.0, {}).endpoint_log_bias["ttft"]) is known
+
+
 def test_the_same_rows_make_an_equal_challenger_which_may_replace_the_champion(snapshot, first):
     again = run_cycle(snapshot, first.champion, CycleOptions("default"), NOW + 1)
     assert again.verdict.accepted
