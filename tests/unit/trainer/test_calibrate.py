@@ -219,8 +219,8 @@ def test_quantiles_are_judged_by_what_was_served_where_that_is_known():
     outputs = ("ttft_p50", "ttft_p90", "ttft_p99")
     plain, told = Calibrator(CalibrationOptions(), "v", outputs), Calibrator(CalibrationOptions(), "v", outputs)
     predicted = {"ttft_p50": 100.0, "ttft_p90": 120.0, "ttft_p99": 150.0}
-    for calibrator, served in ((plain, None), (told, {"ttft_p90": 105.0})):
-        calibrator.observe(predicted, {"ttft": 110.0}, 500.0, "a", served)
+    for calibrator, served in ((plain, None), (told, {"ttft_p90": 90.0})):
+        calibrator.observe(predicted, {"ttft": 100.0}, 500.0, "a", served)
     offset = [c.calibration("p", 1, 0.0, {}).quantile_log_offset["ttft_p90"][1] for c in (plain, told)]
     assert offset[0] < 0 < offset[1]
 
@@ -245,11 +245,11 @@ def test_offsets_of_live_requests_are_handed_on_and_those_of_a_prior_arent():
         if live:
             before.mark()
         for _ in range(5):
-            before.observe(predicted, {"ttft": 110.0}, 500.0, "a", {"ttft_p90": 105.0})
+            before.observe(predicted, {"ttft": 100.0}, 500.0, "a", {"ttft_p90": 90.0})
         after.inherit(before)
         offsets = after.calibration("p", 1, 0.0, {}).quantile_log_offset["ttft_p90"]
         assert offsets == (before.calibration("p", 1, 0.0, {}).quantile_log_offset["ttft_p90"] if live else [0.0] * 5)
-        assert (offsets[1] > 0.03) is live
+        assert (offsets[1] > 0.1) is live
 
 
 def test_rows_that_a_model_was_fitted_on_say_nothing_of_its_quantiles():
