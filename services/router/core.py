@@ -9,13 +9,12 @@ the request: it is told to `on_fault`, and the least loaded endpoint is taken.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from services.router.admission.outlook import outlook
-from services.router.admission.waiting_room import Outlook
+from services.router.admission.waiting_room import Outlook, WaitingRoomConfig
 from services.router.predict.types import Prediction
 from services.router.request.inference_request import InferenceRequest
 from services.router.scheduling.decision import Decision
@@ -95,11 +94,11 @@ class DecisionCore:
         prediction: Prediction | None,
         decision: Decision,
         elapsed_ms: float,
-        hungry: Literal["any", "chosen"],
+        config: WaitingRoomConfig,
     ) -> Outlook | None:
         """What is predicted about holding this request; None: nothing, so that it isn't held."""
         context = self.pipeline.produced(self._context(prepared, prediction, elapsed_ms))
-        return outlook(context, decision, hungry)
+        return outlook(context, decision, config)
 
     def _context(self, prepared: Prepared, prediction: Prediction | None, elapsed_ms: float) -> Context:
         return Context(

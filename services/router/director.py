@@ -272,9 +272,7 @@ class Director:
     def outlook(self, ticket: _Ticket, considered: _Considered, config: WaitingRoomConfig) -> Outlook | None:
         """What is predicted about holding a request; None: it isn't held."""
         elapsed_ms = self._clock.monotonic_ms() - ticket.received_ms
-        return self._core.outlook(
-            considered.prepared, considered.prediction, considered.decision, elapsed_ms, config.hungry
-        )
+        return self._core.outlook(considered.prepared, considered.prediction, considered.decision, elapsed_ms, config)
 
     def commit(self, ticket: _Ticket, considered: _Considered, queue_ms: float) -> Routed:
         """Write the decision down, and count the request in."""

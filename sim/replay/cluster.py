@@ -194,7 +194,7 @@ class Cluster:
     ) -> bool:
         """Whether a request that has just come is held, or refused; else it goes."""
         config, now_ms = router.room.config, self._events.now_ms
-        look = None if config is None else router.core.outlook(prepared, prediction, decision, 0.0, config.hungry)
+        look = None if config is None else router.core.outlook(prepared, prediction, decision, 0.0, config)
         if look is None:
             return False
         slo_ms = asked.inference.slo.ttft_ms
@@ -264,7 +264,7 @@ class Cluster:
             return False
         look = None
         if config is not None:
-            look = router.core.outlook(prepared, prediction, decision, elapsed_ms, config.hungry)
+            look = router.core.outlook(prepared, prediction, decision, elapsed_ms, config)
         answer = router.room.reconsider(waiter, look or AT_ONCE, now_ms, is_next=is_next or look is None)
         if answer.verdict is Verdict.HOLD:
             return True

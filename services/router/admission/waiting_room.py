@@ -49,6 +49,8 @@ class WaitingRoomConfig(StrictConfig):
     """An endpoint that would begin on the request within this time has too little work to hold anything back."""
     hungry: Literal["any", "chosen"] = "any"
     """Whose work counts: that of the least busy candidate, or of the one that the policy would choose."""
+    tpot_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """How far a predicted TPOT may be over its objective and still be taken to meet it, as a share of the objective."""
     margin_ms: Annotated[float, Field(ge=0, le=60_000)] = 50.0
     """How long before the last useful moment a request is bound."""
     ttl_ms: Annotated[float, Field(gt=0, le=MAX_TTL_MS)] = 30_000.0

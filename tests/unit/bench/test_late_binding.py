@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bench.late_binding import MODES, OFF, PRESET, ROOM, profile, summarise
+from bench.late_binding import MODES, OFF, PRESET, ROOMS, profile, summarise
 from services.router.scheduling.profile import load_presets
 from services.router.scheduling.registry import Registry
 from sim.replay.policies import policy
@@ -41,5 +41,4 @@ def test_a_profile_is_the_preset_with_a_room(mode: str, tmp_path: Path) -> None:
     assert (ours.filters, ours.picker, ours.fallback) == (preset.filters, preset.picker, preset.fallback)
     assert preset.waiting_room is None
     assert ours.waiting_room is not None
-    assert ours.waiting_room.mode == mode
-    assert {name: getattr(ours.waiting_room, name) for name in ROOM} == ROOM
+    assert {name: getattr(ours.waiting_room, name) for name in ROOMS[mode]} == ROOMS[mode]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from services.router.admission.outlook import outlook
+from services.router.admission.waiting_room import WaitingRoomConfig
 from services.router.request.inference_request import Slo
 from services.router.scheduling.profile import Profiles, load_presets
 from services.router.scheduling.registry import Registry
@@ -13,10 +14,10 @@ PROFILES = Profiles(load_presets(Registry()))
 BUSY = {"pending_uncached_tokens": [3000, 1000], "uncached_tokens": [1000, 1000]}
 
 
-def look(predicted, *, slo=None, hungry="any", elapsed_ms=0.0, **columns):
+def look(predicted, *, slo=None, elapsed_ms=0.0, room=None, **columns):
     endpoints = candidates(2, **{**BUSY, **columns})
     ctx = context(endpoints, predicted, slo=slo, elapsed_ms=elapsed_ms, expected_output_tokens=100.0)
-    return outlook(ctx, PROFILES.pipeline("leadtime").run(ctx), hungry)
+    return outlook(ctx, PROFILES.pipeline("leadtime").run(ctx), WaitingRoomConfig(**(room or {})))
 
 
 def test_the_backlog_s_share_of_the_predicted_ttft_is_the_time_until_it_begins():
@@ -28,7 +29,7 @@ def test_the_backlog_s_share_of_the_predicted_ttft_is_the_time_until_it_begins()
 
 
 def test_the_chosen_one_s_backlog_may_count_instead():
-    assert look(prediction(ttft_p50=[400, 500]), hungry="chosen").start_ms == pytest.approx(300.0)
+    assert look(prediction(ttft_p50=[400, 500]), room={"hungry": "chosen"}).start_ms == pytest.approx(300.0)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,10 @@ def test_a_tpot_a_tenth_over_its_objective_is_taken_to_be_met():
     seen = look(prediction(ttft_p50=[10, 10], tpot_p50=[21.9, 30]), slo=Slo(tpot_ms=20), **full)
     assert (seen.start_ms, seen.in_time) == (0.0, True)
     assert not look(prediction(ttft_p50=[10, 10], tpot_p50=[22.1, 30]), slo=Slo(tpot_ms=20), **full).in_time
+    strict = {"tpot_tolerance": 0.0}
+    assert not look(
+        prediction(ttft_p50=[10, 10], tpot_p50=[20.1, 30]), slo=Slo(tpot_ms=20), room=strict, **full
+    ).in_time
 
 
 def test_a_tpot_that_not_even_an_empty_endpoint_meets_is_not_waited_for():
