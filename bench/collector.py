@@ -33,6 +33,7 @@ from envoy.service.accesslog.v3 import als_pb2
 from prometheus_client import CollectorRegistry
 
 from deploy.local.binaries import find_binaries
+from deploy.local.output_file import output_file
 from deploy.local.ports import Ports
 from deploy.local.processes import tied
 from services.collector.envoy_log import plain_entry
@@ -278,7 +279,7 @@ def main() -> int:
     """Parse the options, measure, print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="end within 50 s")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--json", type=output_file, help="also write the result to this file")
     options = parser.parse_args()
     result = json.dumps(measure(quick=options.quick), indent=2)
     print(result)

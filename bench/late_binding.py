@@ -35,6 +35,7 @@ from bench.replay import (
     policy_revision,
 )
 from bench.replay import RESULTS as REPLAY_RESULTS
+from deploy.local.output_file import output_file
 from services.router.scheduling.profile import load_presets
 from services.router.scheduling.registry import Registry
 from sim.replay.cluster import run
@@ -184,7 +185,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--full", action="store_true", help="every run; goes on where it stopped")
     parser.add_argument("--summary", action="store_true", help="only read what the results file holds")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file of rows")
-    parser.add_argument("--json", type=Path, help="also write the object here")
+    parser.add_argument("--json", type=output_file, help="also write the object here")
     options = parser.parse_args(arguments)
     if not (options.quick or options.full or options.summary):
         parser.error("one of --quick, --full and --summary is needed")

@@ -18,13 +18,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xgboost
 
+from deploy.local.output_file import output_file
 from services.router.state.ledger import Ledger
 from services.router.state.table import EndpointTable
 from services.router.state.vllm_metrics import Engine as EngineKind
@@ -252,7 +252,7 @@ def measure(count: int, load: float) -> dict[str, dict[str, float]]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a shorter run, under 50 s")
-    parser.add_argument("--json", type=Path, help="also write the object here")
+    parser.add_argument("--json", type=output_file, help="also write the object here")
     options = parser.parse_args(arguments)
     started = time.perf_counter()
     loads = {name: measure(3_000 if options.quick else 12_000, load) for name, load in LOADS.items()}

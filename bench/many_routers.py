@@ -37,6 +37,7 @@ from bench.replay import (
     policy_revision,
 )
 from bench.replay import RESULTS as REPLAY_RESULTS
+from deploy.local.output_file import output_file
 from sim.replay.cluster import run
 from sim.replay.learning import LearningOptions
 from sim.replay.measure import figures
@@ -201,7 +202,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--summary", action="store_true", help="only read what the results file holds")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file of rows")
     parser.add_argument("--seed", action="append", type=int, choices=SEEDS, help="only these; repeat it")
-    parser.add_argument("--json", type=Path, help="also write the object here")
+    parser.add_argument("--json", type=output_file, help="also write the object here")
     options = parser.parse_args(arguments)
     if not (options.quick or options.full or options.summary):
         parser.error("one of --quick, --full and --summary is needed")

@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -26,6 +25,7 @@ from bench.model_drift import drift
 from bench.model_export import export
 from bench.model_extrapolation import extrapolation, selection, training
 from bench.model_queueing import queueing, summary
+from deploy.local.output_file import output_file
 
 SECTIONS: Final[Mapping[str, Callable[[bool], Any]]] = MappingProxyType(
     {
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench.model", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one scenario, one seed, under 50 s")
     parser.add_argument("--only", metavar="SECTION,…", help=", ".join(SECTIONS))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there as well")
     options = parser.parse_args(arguments)
     names = options.only.split(",") if options.only else list(SECTIONS)
     if unknown := [name for name in names if name not in SECTIONS]:

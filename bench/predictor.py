@@ -34,6 +34,7 @@ from prometheus_client import CollectorRegistry
 
 from bench import bundles as bundle_builder
 from deploy.local.binaries import find_binaries
+from deploy.local.output_file import output_file
 from deploy.local.processes import tied
 from services.router.predict.client import PredictorClient
 from services.router.predict.ladder import Ladder
@@ -366,7 +367,7 @@ async def bench(seconds: float, extra: dict[str, str]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.predictor", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="short runs; ends within 50 s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the object here too")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the object here too")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a predictor setting to try")
     options = parser.parse_args(arguments)
     extra = {f"LEADTIME_PREDICTOR_{k.upper()}": v for k, _, v in (item.partition("=") for item in options.set)}

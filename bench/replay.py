@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from deploy.local.output_file import output_file
 from sim.replay.cluster import run
 from sim.replay.learning import LearningOptions
 from sim.replay.measure import capacity, cold_start, figures, guess, pool_capacity
@@ -502,7 +503,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--full", action="store_true", help="every cell; goes on where it stopped")
     parser.add_argument("--summary", action="store_true", help="only read what the results file holds")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file of rows")
-    parser.add_argument("--json", type=Path, help="also write the object here")
+    parser.add_argument("--json", type=output_file, help="also write the object here")
     parser.add_argument("--trace", action="append", choices=list(REQUESTS), help="only these; repeat it")
     parser.add_argument("--load", action="append", type=float, choices=LOADS)
     parser.add_argument("--hardware", action="append", choices=POOLS)

@@ -35,6 +35,7 @@ import uvloop
 
 from bench.bundles import build
 from deploy.local.layout import StackConfig
+from deploy.local.output_file import output_file
 from deploy.local.stack import Stack
 from services.router.predict.types import Prediction
 from services.router.request.parse import parse
@@ -354,7 +355,7 @@ def _output(path: str | None) -> Iterator[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="end within 50 s")
-    parser.add_argument("--json", metavar="FILE", help="write the same object there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the same object there")
     arguments = parser.parse_args()
     with _output(arguments.json) as lines:
         lines.append(json.dumps(uvloop.run(measure(quick=arguments.quick)), indent=2))

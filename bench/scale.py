@@ -40,6 +40,7 @@ from prometheus_client import CollectorRegistry
 from bench.bundles import build
 from bench.router import PATH, body, publish_bundle, scraped, used_s
 from deploy.local.layout import StackConfig
+from deploy.local.output_file import output_file
 from deploy.local.stack import Stack
 from services.router.core import DecisionCore
 from services.router.predict.types import Prediction
@@ -369,7 +370,7 @@ async def measured(*, quick: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="end within 50 s")
-    parser.add_argument("--json", metavar="FILE", help="write the same object there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the same object there")
     arguments = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     text = json.dumps(uvloop.run(measured(quick=arguments.quick)), indent=2)

@@ -40,6 +40,7 @@ from bench.router import PATH, body, pool, used_s
 from deploy.local.binaries import find_binaries
 from deploy.local.children import service
 from deploy.local.layout import RouterPorts, http_url, place_simulated, simulated_endpoints
+from deploy.local.output_file import output_file
 from deploy.local.ports import LOOPBACK, Ports
 from deploy.local.probes import tcp_probe
 from deploy.local.processes import ChildSpec, Supervisor
@@ -293,7 +294,7 @@ def rounded(value: float | None) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="end within 50 s")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the same object there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the same object there")
     arguments = parser.parse_args()
     text = json.dumps(uvloop.run(measure(quick=arguments.quick)), indent=2)
     sys.stdout.write(text + "\n")

@@ -38,6 +38,7 @@ from envoy.service.accesslog.v3 import als_pb2
 from bench.collector import METHOD, entry_message
 from bench.router import PATH, body, pool
 from deploy.local.layout import StackConfig
+from deploy.local.output_file import output_file
 from deploy.local.ports import LOOPBACK
 from deploy.local.stack import Stack
 from shared import names
@@ -258,7 +259,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2,000 requests")
     parser.add_argument("--requests", type=int, default=200_000, help="how many")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the same object there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the same object there")
     arguments = parser.parse_args()
     result = uvloop.run(measure(2_000 if arguments.quick else arguments.requests))
     text = json.dumps(result, indent=2)

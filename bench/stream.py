@@ -34,6 +34,7 @@ from bench.response_stream_cost import (
     router_us_per_token,
 )
 from bench.router import MODEL, PATH, body, idling_router, used_s
+from deploy.local.output_file import output_file
 from deploy.local.stack import Stack
 from sim.extproc_client import ExtProcClient, Shape
 
@@ -196,7 +197,7 @@ async def measure(*, quick: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="end within 50 s")
-    parser.add_argument("--json", metavar="FILE", help="write the same object there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the same object there")
     arguments = parser.parse_args()
     text = json.dumps(uvloop.run(measure(quick=arguments.quick)), indent=2)
     sys.stdout.write(text + "\n")

@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Final
 
 # As the service does before NumPy is imported.
@@ -31,6 +30,7 @@ import numpy.typing as npt
 import xgboost as xgb
 
 from bench.queueing import A100_70B, H100_70B, Observations, Scenario, as_samples, observe
+from deploy.local.output_file import output_file
 from services.trainer.calibrate import CalibrationOptions, Calibrator
 from services.trainer.champion import Champion
 from services.trainer.cycle import CycleOptions, CycleReport, observe_rows, run_cycle
@@ -218,7 +218,7 @@ def intake(count: int) -> dict[str, float]:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench.trainer", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one seed and one scenario, under 50 s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there as well")
     options = parser.parse_args(arguments)
     names = ["budget-2048"] if options.quick else list(SCENARIOS)
     seeds = [1] if options.quick else [1, 2, 3, 4, 5]

@@ -27,6 +27,7 @@ from deploy.local.control import ControlError
 from deploy.local.demo import DemoOptions, run_demo
 from deploy.local.envoy import Address, parse_endpoint
 from deploy.local.layout import StackConfig, endpoint_address
+from deploy.local.output_file import fault_of
 from deploy.local.ports import LOOPBACK
 from deploy.local.processes import ChildError
 from deploy.local.run_dir import new_run_dir
@@ -71,7 +72,7 @@ def demo(
     console = Console()
     _refuse_unknown_variables()
     if json_file is not None:
-        _refuse_unwritable(json_file.absolute(), "--json")
+        _refuse_unwritable(json_file, "--json")
     run_dir = _run_dir("demo")
     options = DemoOptions(scenario.Workload(rate, seconds, seed), run_dir, dict(os.environ))
 
@@ -181,7 +182,7 @@ def evaluate_command(
 
     console = Console(soft_wrap=True)
     if json_file is not None:
-        _refuse_unwritable(json_file.absolute(), "--json")
+        _refuse_unwritable(json_file, "--json")
     try:
         evaluations = evaluate.evaluate_logs(log, profile, confidence)
     except ConfigurationError as error:
@@ -214,7 +215,7 @@ def samples_command(
     Credentials and TLS come from the same variables as the services' (LEADTIME_NATS_…).
     """
     console = Console(soft_wrap=True)
-    _refuse_unwritable(file.absolute(), "FILE")
+    _refuse_unwritable(file, "FILE")
     try:
         settings = NatsSettings(servers=nats)
     except ValidationError as error:
@@ -280,7 +281,7 @@ def replay_command(
     console = Console(soft_wrap=True)
     for file, argument in ((json_file, "--json"), (svg_file, "--svg")):
         if file is not None:
-            _refuse_unwritable(file.absolute(), argument)
+            _refuse_unwritable(file, argument)
     with _refusing("--load"):
         loads = replay.parse_loads(load)
     command = replay.ReplayCommand(
@@ -354,10 +355,8 @@ def _refusing(argument: str) -> Iterator[None]:
 
 def _refuse_unwritable(file: Path, argument: str) -> None:
     """Minutes of measuring must not end in a file that can't be written."""
-    if not file.parent.is_dir():
-        raise typer.BadParameter(f"there is no directory {file.parent}", param_hint=argument)
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise typer.BadParameter(f"{file} can't be written", param_hint=argument)
+    if (fault := fault_of(file)) is not None:
+        raise typer.BadParameter(fault, param_hint=argument)
 
 
 def _refuse_unknown_profile(profile: str | None) -> None:
