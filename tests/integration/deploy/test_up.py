@@ -58,7 +58,7 @@ class Up:
 
     async def says(self, text: str) -> None:
         assert self.process.stdout is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while text not in self.said:
                 line = await self.process.stdout.readline()
                 assert line, self.said
