@@ -343,13 +343,13 @@ async def measure(*, quick: bool) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _output(path: str | None) -> Iterator[list[str]]:
+def _output(path: Path | None) -> Iterator[list[str]]:
     lines: list[str] = []
     yield lines
     text = "\n".join(lines)
     sys.stdout.write(text + "\n")
     if path:
-        Path(path).write_text(text + "\n")
+        path.write_text(text + "\n")
 
 
 def main() -> None:

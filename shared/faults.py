@@ -1,7 +1,7 @@
 """What pydantic and msgspec find wrong, in our words: the field, the kind of what was found, what is allowed. Pure.
 
 Their own sentences name types of their languages, and pydantic's repeat what was sent; a number alone is told as it is.
-For the HTTP edges of all services and for files of lines; settings and policies have tables of their own.
+For settings, the HTTP edges of all services and files of lines; policies have a table of their own.
 """
 
 import re
@@ -14,7 +14,14 @@ from pydantic import BaseModel
 
 from shared.errors import FieldError, kind_of
 
-_PREFIXES: Final = ("Input should be ", "String should ", "Value should ", "Value error, ")
+_NUMERIC: Final = ("int_", "float_", "greater_", "less_", "finite_", "multiple_")
+# Beginnings of pydantic's sentences, and ours of the same meaning behind "allowed: ".
+_BEGINNINGS: Final = (
+    ("Input should be ", ""),
+    ("String should ", "text that should "),
+    ("Value should ", "a value that should "),
+    ("Value error, ", ""),
+)
 
 
 def in_words(faults: Sequence[Mapping[str, Any]], model: Any = None, skip: int = 0) -> list[tuple[str, str]]:
@@ -38,16 +45,20 @@ def _worded(fault: Mapping[str, Any], model: Any, skip: int) -> tuple[str, str]:
         case "extra_forbidden":
             known = _keys(model, location[skip:-1])
             return field, f"no such key; allowed: {', '.join(known)}" if known else "no such key"
+        case "path_not_file" | "path_not_directory":
+            return field, f"found a path that {fault['msg'].removeprefix('Path ')}; allowed: one that does"
         case "value_error":
             return field, _without_prefix(fault["msg"])
         case _:
-            return field, f"found {_found(fault.get('input'))}; allowed: {_without_prefix(fault['msg'])}"
+            return field, f"found {_found(fault)}; allowed: {_without_prefix(fault['msg'])}"
 
 
-def _found(value: Any) -> str:
-    """A number says nothing that is anybody's secret; of a text only the kind is told."""
+def _found(fault: Mapping[str, Any]) -> str:
+    """A number where one is asked for is told as it is; of everything else, which may be a secret, only the kind."""
+    value = fault.get("input")
     text = str(value)
-    if isinstance(value, int | float | str) and not isinstance(value, bool) and len(text) <= 20:
+    numeric = fault["type"].startswith(_NUMERIC) and not isinstance(value, bool)
+    if numeric and isinstance(value, int | float | str) and len(text) <= 20:
         try:
             float(text)
         except ValueError:
@@ -57,8 +68,9 @@ def _found(value: Any) -> str:
 
 
 def _without_prefix(message: str) -> str:
-    for prefix in _PREFIXES:
-        message = message.removeprefix(prefix)
+    for theirs, ours in _BEGINNINGS:
+        if message.startswith(theirs):
+            return ours + message.removeprefix(theirs)
     return message
 
 

@@ -21,6 +21,7 @@ from pydantic import Field, FilePath, SecretStr, ValidationError, field_validato
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from shared.errors import ConfigurationError
+from shared.faults import in_words
 from shared.names import validate_pool
 from shared.streams import (
     DUPLICATE_WINDOW_S,
@@ -413,7 +414,7 @@ def _faults(block: type[BaseSettings], stand_ins: Mapping[str, Any]) -> list[str
     try:
         block(**stand_ins)
     except ValidationError as error:
-        return [_fault(prefix, dict(item)) for item in error.errors(include_url=False, include_input=False)]
+        return [_fault(prefix, dict(item)) for item in error.errors(include_url=False)]
     except SettingsError as error:
         field = re.search(r'field "(\w+)"', str(error))
         where = (prefix + field[1]).upper() if field else f"{prefix}*"
@@ -444,4 +445,5 @@ def _guess(variable: str, prefix: str, block: type[BaseSettings]) -> str:
 
 def _fault(prefix: str, item: dict[str, Any]) -> str:
     where = "__".join(str(part) for part in item["loc"]).upper() or "*"
-    return f"{prefix}{where}: {item['msg']} ({item['type']})"
+    ((_, told),) = in_words([item])
+    return f"{prefix}{where}: {told}"

@@ -44,6 +44,7 @@ from services.router.state.kv_listener import KvListener, KvListenerConfig
 from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.scraper import ScrapeConfig, Scraper
 from shared.clock import Clock, SystemClock
+from shared.errors import ConfigurationError, FieldError
 from shared.lifecycle import Readiness, background, run, serve_http
 from shared.prior import PriorModel
 from shared.redis_connection import connect
@@ -258,7 +259,10 @@ def _credentials(settings: RouterSettings) -> grpc.ServerCredentials | None:
         return self_signed(dt.datetime.now(dt.UTC))
     if settings.tls_cert_file is None or settings.tls_key_file is None:
         return None
-    return from_files(TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file))
+    try:
+        return from_files(TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file))
+    except FieldError as error:
+        raise ConfigurationError(str(error)) from None
 
 
 async def _first_endpoint(state: PoolState, stop: asyncio.Event) -> None:

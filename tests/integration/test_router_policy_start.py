@@ -53,6 +53,7 @@ def test_every_unknown_plugin_of_an_endpoint_picker_config_is_named(tmp_path: Pa
         ({"OBJECTIVES": '{"a": {"ttft_slo_ms": -1}}'}, "objectives.a.ttft_slo_ms"),
         ({"KV_EVENTS": "tcp://0.0.0.0:5557"}, "kv_events_open"),
         ({"KV_EVENTS": "udp://127.0.0.1:1"}, "tcp://HOST:PORT"),
+        ({"TLS": "files", "TLS_CERT_FILE": __file__, "TLS_KEY_FILE": __file__}, "bytes that aren't PEM"),
     ],
 )
 def test_each_fault_of_a_policy_s_settings_stops_the_start(

@@ -44,7 +44,10 @@ class Outer(BaseModel):
             '{"servers": [{"port": "secret"}]}',
             ("servers.0.port", "found text; allowed: a valid integer, unable to parse string as an integer"),
         ),
-        ('{"servers": [{"name": "secret"}]}', ("servers.0.name", "found text; allowed: have at most 4 characters")),
+        (
+            '{"servers": [{"name": "secret"}]}',
+            ("servers.0.name", "found text; allowed: text that should have at most 4 characters"),
+        ),
         ('{"servers": [{"prot": "secret"}]}', ("servers.0.prot", "no such key; allowed: name, port")),
         ('{"servers": [], "only": {"prot": 1}}', ("only.prot", "no such key; allowed: name, port")),
         ('{"servers": [], "any": {"secret": 1}}', ("any", "no such key; allowed: only, servers")),

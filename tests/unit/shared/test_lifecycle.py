@@ -90,7 +90,7 @@ async def test_a_body_that_a_route_cannot_take_is_the_callers_fault_and_is_not_r
             "content-type",
             "found application/x-www-form-urlencoded; allowed: application/json",
         ),
-        (b'{"name": 5}', "application/json", 422, "body.name", "found 5; allowed: a valid string"),
+        (b'{"name": 5}', "application/json", 422, "body.name", "found an integer; allowed: a valid string"),
         (b"{}", "application/json", 422, "body.name", "found nothing; allowed: a value"),
         (b'{"name": "a", "mane": 1}', "application/json", 422, "body.mane", "no such key; allowed: name"),
         (b'{"name"', "application/json", 422, "body", "not JSON: Expecting ':' delimiter"),

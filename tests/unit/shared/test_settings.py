@@ -95,6 +95,15 @@ def test_a_fault_names_the_variable_and_what_is_allowed(environment, variable, v
     [fault] = faults()
     assert fault.startswith(f"{variable}: ")
     assert said in fault
+    assert "error" not in fault.replace("debug|info|warning|error", "")
+
+
+def test_a_number_that_is_none_is_told_and_a_secret_is_not(environment):
+    environment(LEADTIME_EXAMPLE_HTTP_PORT="65536", LEADTIME_REDIS_SIGNING_KEY="123456")
+    told = "\n".join(faults())
+    assert "LEADTIME_EXAMPLE_HTTP_PORT: found 65536; allowed: less than or equal to 65535" in told
+    assert "LEADTIME_REDIS_SIGNING_KEY: " in told
+    assert "123456" not in told
 
 
 @pytest.mark.parametrize("servers", ["", " ", "nats://a:4222,", "http://a:4222", "nats://a:x", "nats://a:0", "nats://"])
