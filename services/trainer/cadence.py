@@ -1,16 +1,10 @@
 """When to fit again. Pure: times and counts come in, a verdict goes out.
 
 A first model needs 10 samples. Where a saved bundle was loaded at the start, the first own fit waits for 100: what is
-served already is likely better than ten rows. After that a fit is due every interval in which something arrived, and
-after a tenth of it where more than half of the window is new: a model of ten rows, all of quick answers to an empty
-pool, took a queue for a quarter of what it was (scenario A, 29 s after the start).
+served already is likely better than ten rows. After that a fit is due every interval in which something arrived.
 """
 
 from dataclasses import dataclass
-from typing import Final
-
-# Of the interval, between the fits of a window that has doubled since the last one.
-_YOUNG_SHARE: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +27,6 @@ class Cadence:
             return False, f"{samples} of {self.needed(saved=saved)} samples"
         if new_samples == 0:
             return False, "no new samples"
-        if last_fit_ms is not None:
-            # The samples that the last fit had are outnumbered by new ones: it knew less than half of what is known.
-            young = 2 * new_samples > samples
-            interval_ms = _YOUNG_SHARE * self.interval_ms if young else self.interval_ms
-            if now_ms - last_fit_ms < interval_ms:
-                return False, "interval not over"
+        if last_fit_ms is not None and now_ms - last_fit_ms < self.interval_ms:
+            return False, "interval not over"
         return True, f"{new_samples} new samples"

@@ -15,9 +15,6 @@ from services.trainer.cadence import Cadence
         (9_999, 0, 50, 5, False, False, "interval not over"),
         (10_000, 0, 50, 5, False, True, "5 new samples"),
         (3_600_000, 0, 5_000, 0, False, False, "no new samples"),
-        (1_000, 0, 30, 20, False, True, "20 new samples"),  # it was fitted on a third of what is known
-        (999, 0, 30, 20, False, False, "interval not over"),
-        (9_999, 0, 30, 15, False, False, "interval not over"),
     ],
 )
 def test_a_fit_is_due_when_enough_is_there_something_is_new_and_the_interval_is_over(
