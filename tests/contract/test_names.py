@@ -11,6 +11,8 @@ CONSTANTS = {
     "METADATA_NAMESPACE": "leadtime",
     "METADATA_KEY": "d",
     "LB_NAMESPACE": "envoy.lb",
+    "ATTRIBUTES_FILTER": "envoy.filters.http.ext_proc",
+    "ROUTE_ATTRIBUTE": "xds.route_name",
     "SUBSET_NAMESPACE": "envoy.lb.subset_hint",
     "LUA_NAMESPACE": "leadtime_lua",
     "LUA_FIRST_CONTENT": "first_us",
@@ -56,6 +58,7 @@ CONSTANTS = {
 }
 
 BUILT = {
+    "length_key": (("llama", "chat"), "llama @ chat"),
     "samples_subject": (("chat",), "leadtime.samples.v1.chat"),
     "dead_subject": (("chat",), "leadtime.dead.v1.chat"),
     "unsampled_subject": (("chat",), "leadtime.unsampled.v1.chat"),

@@ -210,11 +210,11 @@ def pids_of(directory: Path, name: str) -> list[int]:
 async def test_a_start_that_fails_says_why_in_a_line_and_leaves_nothing(
     tmp_path: Path, urls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LEADTIME_ROUTER_PROFILE", "nope")
+    monkeypatch.setenv("LEADTIME_ROUTER_LISTED_ENDPOINTS", "99")
     up = await Up.start(tmp_path, urls)
     said, _ = await asyncio.wait_for(up.process.communicate(), 60)
     assert up.process.returncode == 1
-    assert b"found 'nope'; allowed:" in said
+    assert b"LISTED_ENDPOINTS: found 99; allowed:" in said
     assert b"KeyError" not in said
     assert said.count(b"Traceback") == 0, said.decode()
     await until(lambda: not pids_of(tmp_path, ""), "no process is left")
