@@ -30,7 +30,7 @@ from services.router.decisions import DecisionLog, DecisionRecord, PredictionErr
 from services.router.extproc.messages import RequestHead, RestoredName, Routed
 from services.router.extproc.stream import ResponseObserver
 from services.router.metrics import RouterMetrics
-from services.router.offpolicy.log import LoggedDecision, LoggedOutcome, logged_decision, outcome_of
+from services.router.offpolicy.log import LoggedDecision, LoggedOutcome, failure_of, logged_decision, outcome_of
 from services.router.predict.ladder import Ladder
 from services.router.predict.types import Prediction
 from services.router.request.aliases import ModelAliases
@@ -423,6 +423,9 @@ class Director:
             self.served(end.decision_id, end.endpoint)
         self._state.observe_end(end.decision_id, self._clock.monotonic_ms())
         self.decisions.observe(end)
+        failure = failure_of(end)
+        if failure is not None and self._to_log is not None:
+            self._to_log(failure)
 
     def observe(self, sample: LatencySample) -> None:
         """An outcome came back."""

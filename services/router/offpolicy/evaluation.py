@@ -12,6 +12,7 @@ left out of that metric and counted. A profile that reads the session, or counts
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,12 @@ from services.router.offpolicy.log import Joined, LoggedDecision, LoggedOutcome,
 from services.router.scheduling.interfaces import Context
 from services.router.scheduling.objectives import predicted
 from services.router.scheduling.pipeline import Pipeline
+from shared.samples import Outcome
 
 _Floats = npt.NDArray[np.float64]
+
+# How a request ends that the serving side failed; one whose client left is judged by what came until then.
+_FAILED: Final = frozenset({Outcome.UPSTREAM_ERROR, Outcome.UPSTREAM_RESET, Outcome.TIMEOUT, Outcome.NO_ENDPOINT})
 
 
 class Metric(StrEnum):
@@ -102,6 +107,8 @@ def _reward(metric: Metric, decision: LoggedDecision, outcome: LoggedOutcome | N
     if metric is not Metric.GOODPUT:
         value: float | None = getattr(outcome, metric.value)
         return value
+    if outcome.outcome in _FAILED:  # whatever came before it broke off: no objective was met
+        return 0.0 if decision.ttft_slo_ms or decision.tpot_slo_ms else None
     met: bool | None = None
     # The TTFT objective counts from receipt, the label from dispatch.
     spent_ms = decision.elapsed_ms
@@ -111,8 +118,6 @@ def _reward(metric: Metric, decision: LoggedDecision, outcome: LoggedOutcome | N
     ):
         if slo_ms is not None and actual_ms is not None:
             met = (met is None or met) and actual_ms <= slo_ms
-    if met is None and outcome.outcome != "ok" and (decision.ttft_slo_ms or decision.tpot_slo_ms):
-        return 0.0  # it failed: no objective was met
     return None if met is None else float(met)
 
 

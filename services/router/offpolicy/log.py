@@ -24,10 +24,12 @@ from services.router.state.snapshot import Candidates
 from shared.errors import FieldError
 from shared.faults import of_message
 from shared.features import SCHEMA, FloatMatrix
-from shared.samples import LatencySample, Rung
+from shared.samples import LatencySample, Outcome, Rung
+from shared.verdicts import Reason, Unsampled
 
 LOG_VERSION: Final = 1
 _ALLOWED: Final = "a decision, an outcome or a sample as JSON"
+_SERVER_ERROR: Final = 500
 _MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 
 
@@ -63,7 +65,7 @@ class LoggedDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class LoggedOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="outcome", tag_field="kind"):
-    """What became of a decision. A latency that isn't known is absent."""
+    """What became of a decision. A latency that isn't known is absent; `endpoint` "": none that is known answered."""
 
     decision_id: str
     endpoint: str
@@ -93,6 +95,13 @@ def outcome_of(sample: LatencySample) -> LoggedOutcome:
         tpot_ms=sample.tpot_ms,
         e2e_ms=sample.e2e_ms,
     )
+
+
+def failure_of(end: Unsampled) -> LoggedOutcome | None:
+    """A request that was answered with a server's error as an outcome; None: it ended in another way."""
+    if end.status < _SERVER_ERROR or end.reason is Reason.SHED:
+        return None
+    return LoggedOutcome(decision_id=end.decision_id, endpoint=end.endpoint or "", outcome=Outcome.UPSTREAM_ERROR.value)
 
 
 def logged_decision(

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from services.router.director import Director, DirectorOptions
 from services.router.extproc.messages import RequestHead, Routed
 from services.router.metrics import RouterMetrics
+from services.router.offpolicy.log import LoggedDecision, LoggedOutcome
 from services.router.predict.types import Prediction
 from services.router.request.aliases import ModelAliases
 from services.router.request.errors import RejectReason, RequestRejected
@@ -56,6 +57,7 @@ def make(
     completions: Callable[[LatencySample], None] | None = None,
     registry: CollectorRegistry | None = None,
     learned: Mapping[str, float] | None = None,
+    to_log: Callable[[LoggedDecision | LoggedOutcome], None] | None = None,
     **options: Any,
 ) -> Director:
     state = PoolState(PoolConfig(), salt=b"s" * 16, tokens=TokenEstimator())
@@ -81,6 +83,7 @@ def make(
         ManualClock(1.0),
         np.random.default_rng(1),
         completions,
+        to_log,
     )
 
 
@@ -337,6 +340,22 @@ async def test_a_pick_that_was_passed_over_is_counted_once_and_its_request_moves
     assert outcome == {"sample": "not_success", "endpoint": second, "status": 503}
     director.finished(result.decision_id, completed=True)
     assert director._state.in_flight == 0
+
+
+async def test_a_servers_error_is_in_the_decision_log_and_a_clients_is_not() -> None:
+    logged: list[LoggedDecision | LoggedOutcome] = []
+    director = make(FakeLadder([90.0, 10.0, 50.0]), to_log=logged.append)
+    for status in (500, 400):
+        result = await routed(director)
+        director.observe_end(
+            Unsampled(
+                decision_id=result.decision_id,
+                reason=Reason.NOT_SUCCESS,
+                status=status,
+                endpoint=result.destinations[0],
+            )
+        )
+    assert [type(entry) for entry in logged] == [LoggedDecision, LoggedOutcome, LoggedDecision]
 
 
 async def test_a_response_that_is_no_sample_says_so_beside_its_decision() -> None:

@@ -14,6 +14,7 @@ from services.router.offpolicy.log import (
     LoggedOutcome,
     context_of,
     encode_line,
+    failure_of,
     join,
     logged_decision,
     outcome_of,
@@ -25,6 +26,7 @@ from services.router.scheduling.registry import Registry
 from shared.errors import FieldError
 from shared.features import SCHEMA
 from shared.samples import encode_sample
+from shared.verdicts import Reason, Unsampled
 from tests.decision_log import decision_log
 from tests.samples import make_sample
 from tests.unit.router.scheduling.builders import candidates, context
@@ -82,10 +84,24 @@ def entry(**changes) -> LoggedDecision:
         ({"ttft_slo_ms": 100.0}, {"ttft_ms": 97.0}, 1.0),
         ({"ttft_slo_ms": 100.0}, {"ttft_ms": 99.0}, 0.0),
         ({"ttft_slo_ms": 100.0, "tpot_slo_ms": 10.0}, {"ttft_ms": 50.0, "tpot_ms": 11.0}, 0.0),
-        ({"ttft_slo_ms": 100.0}, {"outcome": "upstream_reset"}, 0.0),
+        ({"ttft_slo_ms": 100.0}, {"outcome": "upstream_error"}, 0.0),
+        ({"ttft_slo_ms": 100.0}, {"outcome": "upstream_reset", "ttft_ms": 5.0}, 0.0),
+        ({"ttft_slo_ms": 100.0}, {"outcome": "client_abort", "ttft_ms": 5.0}, 1.0),
+        ({"ttft_slo_ms": 100.0}, {"outcome": "client_abort"}, None),
         ({}, {"ttft_ms": 5.0}, None),
+        ({}, {"outcome": "upstream_error"}, None),
     ],
-    ids=["met", "missed by what was spent before", "one of two missed", "failed", "none stated"],
+    ids=[
+        "met",
+        "missed by what was spent before",
+        "one of two missed",
+        "failed",
+        "broken off in time",
+        "left in time",
+        "left early",
+        "none stated",
+        "failed, none stated",
+    ],
 )
 def test_goodput_is_whether_every_stated_objective_was_met(slo, outcome, reward):
     decision = entry(**slo)
@@ -108,6 +124,25 @@ def test_a_sample_is_an_outcome_too():
     (told,) = read_lines([encode_sample(sample)], "samples")
     assert told == outcome_of(sample)
     assert told.ttft_ms == 12.0
+
+
+@pytest.mark.parametrize(
+    ("end", "failed"),
+    [
+        (Unsampled(decision_id="d", reason=Reason.NOT_SUCCESS, status=500, endpoint="10.0.0.1:8000"), True),
+        (Unsampled(decision_id="d", reason=Reason.NO_ENDPOINT, status=503), True),
+        (Unsampled(decision_id="d", reason=Reason.SHED, status=503), False),
+        (Unsampled(decision_id="d", reason=Reason.NOT_SUCCESS, status=400, endpoint="10.0.0.1:8000"), False),
+        (Unsampled(decision_id="d", reason=Reason.EMPTY, status=200, endpoint="10.0.0.1:8000"), False),
+    ],
+    ids=["an error", "no endpoint", "shed", "the client's fault", "empty"],
+)
+def test_a_servers_error_is_an_outcome_though_it_is_no_sample(end, failed):
+    told = failure_of(end)
+    assert (told is not None) is failed
+    if told is not None:
+        assert (told.decision_id, told.outcome) == ("d", "upstream_error")
+        assert next(read_lines([encode_line(told)], "log")) == told
 
 
 @pytest.mark.parametrize(
