@@ -109,7 +109,8 @@ async def way() -> AsyncIterator[Way]:
 
 async def test_every_whole_answer_is_a_sample_of_a_whole_answer(way: Way) -> None:
     """Envoy resets the stream once it has the last chunk back: what is looked at afterwards may never be seen."""
-    for name, count in (("plain", 150), ("stream", 10)):
+    # Not all at once: client, server and router share this loop, and a router that is silent for a second is given up.
+    for name, count in (*(("plain", 25),) * 6, ("stream", 10)):
         bodies = await asyncio.gather(*(way.ask(name) for _ in range(count)))
         assert bodies == [ANSWERS[name].body] * count
     await servers.until(lambda: len(way.samples) == 160, "every answer has its sample")
