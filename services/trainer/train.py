@@ -3,8 +3,8 @@
 Per target: `p50 = base(x) · exp(clip(trees(x), ±1.5) + shift)`, `p90 = p50 · exp(q90 · scale(x))`. The base is least
 squares with weight 1/√y (1/y makes it ignore the tail: −55 % beyond the trained backlog against +0.3 %), one row of
 coefficients per hardware class that has samples enough, a scaled pooled row for one that has few, the pooled row for
-the unknown; below 500 rows it leans on the physics prior as far as that is right. Trees fit the log residual. Towards
-the largest bases and beyond, where they would hold the error of a burst or two, they give way to one factor, the
+the unknown; below 500 rows it leans on the physics prior as far as that is right. Trees fit the log residual. TTFT's,
+towards the largest bases and beyond, where they would hold the error of a burst or two, give way to one factor, the
 `edge`. A second small booster fits log |residual|; q90 and q99 are conformal quantiles of residual/scale on rows that
 neither booster saw.
 
@@ -124,6 +124,9 @@ class Edge:
 
     log_reach: np.float32
     log_factor: np.float32
+
+
+OUT_OF_REACH: Final = Edge(LOG_LATENCY_HIGH, ZERO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +328,8 @@ def _fit_median(
     if options.prior is not None and len(rows) < options.prior_rows:
         base = _blended(prior_base(target, options.prior), base, rows, y_ms, weights, options)
     based = base.predict(rows)
-    edge = edge_of(based, y_ms, weights)
+    # A queue has no end. Steps and answers have: the highest fifth of them and twice that are what was seen.
+    edge = edge_of(based, y_ms, weights) if target == "ttft" else OUT_OF_REACH
     if len(rows) < options.tree_min_rows:
         return TargetModel(base, None, edge)
     residual = np.log(y_ms) - np.log(based)
@@ -354,7 +358,7 @@ def edge_of(base_ms: FloatMatrix, y_ms: npt.NDArray[np.float32], weights: npt.ND
     """The edge of n rows by their bases, float32 (n,); one that is out of reach where they are too few."""
     high = base_ms >= weighted_quantile(base_ms, weights, EDGE_SHARE)
     if np.count_nonzero(high) < EDGE_MIN_ROWS:
-        return Edge(LOG_LATENCY_HIGH, ZERO)
+        return OUT_OF_REACH
     came, said = (float(np.dot(weights[high], values[high])) for values in (y_ms, base_ms))
     reach = weighted_quantile(base_ms, weights, REACH_SHARE)
     return Edge(np.float32(np.log(reach)), np.float32(np.log(came / said)))
