@@ -7,8 +7,8 @@ requests under way (time per token), tokens matched (presets that weigh prefixes
 classes are kept apart because only the model knows what a token costs on each.
 
 It is a bound by rank and no proof for every cost: one that weighs tokens against requests in its own way may find its
-very best between the keys. What that costs is asked by `bench/scale.py` and told in DECISIONS.md: a predicted TTFT 0.05 %
-longer for 128 of 1,000, and in virtual time nothing that could be told from chance.
+very best between the keys. What that costs is asked by `bench/scale.py` and told in DECISIONS.md: 0.05 % of predicted
+TTFT for 128 of 1,000, and in virtual time nothing that could be told from chance.
 
 Ties are broken by a noise that turns with every decision; in an idle pool everybody is equal, and nobody's turn must
 never come.
