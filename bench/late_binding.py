@@ -11,13 +11,11 @@ goes on where it stopped; `--summary` reads it. Public traces lie in LEADTIME_DA
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,16 +27,15 @@ from bench.replay import (
     RETRAIN_MS,
     SLO,
     Capacities,
-    append,
     data_folder,
     geometric_mean,
     policy_revision,
+    timed,
 )
 from bench.replay import RESULTS as REPLAY_RESULTS
-from deploy.local.output_file import output_file
+from bench.row_file import append, cells_left, key_of, parse, read_rows, show
 from services.router.scheduling.profile import load_presets
 from services.router.scheduling.registry import Registry
-from sim.replay.cluster import run
 from sim.replay.learning import LearningOptions
 from sim.replay.measure import figures
 from sim.replay.options import RunOptions
@@ -61,7 +58,6 @@ LOADS: Final = (1.1, 0.95)
 REQUESTS: Final[Mapping[str, int]] = {"mooncake": 1_500, "D": 1_200, "C": 1_500, "A": 2_500, "B": 1_200}
 SEEDS: Final = (1, 2)
 QUICK_POOL: Final = "h100-8b:2"
-_KEY: Final = ("trace", "load", "mode", "seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +84,17 @@ def profile(mode: str, folder: Path) -> str:
 def play(cell: Cell, hardware: str, rate_per_s: float, requests: int) -> dict[str, Any]:
     """One run as a row. Raises RuntimeError where its ledger doesn't end empty."""
     trace = load_trace(cell.trace, cell.seed, requests, data_folder()).at_rate(rate_per_s)
-    began_s = time.process_time()
     options = RunOptions(seed=cell.seed, slo=SLO, learning=LearningOptions(retrain_ms=RETRAIN_MS))
     with tempfile.TemporaryDirectory() as folder:
-        result = run(trace, parse_hardware(hardware), policy(profile(cell.mode, Path(folder))), options)
-    if result.ledger_left or result.ledger_faults or result.faults:
-        raise RuntimeError(f"{cell}: {result.ledger_left} entries left, {result.ledger_faults}, {result.faults} faults")
+        chosen = policy(profile(cell.mode, Path(folder)))
+        result, cpu_s = timed(cell, trace, parse_hardware(hardware), chosen, options)
     return {
-        **{name: getattr(cell, name) for name in _KEY},
+        **asdict(cell),
         "hardware": hardware,
         "policy_revision": policy_revision(PRESET),
         "rate_per_s": rate_per_s,
         **figures(result),
-        "cpu_s": time.process_time() - began_s,
+        "cpu_s": cpu_s,
     }
 
 
@@ -116,20 +110,10 @@ def cells() -> list[Cell]:
     ]
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a results file, of each run the last."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    rows = [json.loads(line) for line in lines]
-    return list({tuple(row[name] for name in _KEY): row for row in rows}.values())
-
-
 def full(path: Path) -> None:
     """Make every run that the file hasn't got yet."""
-    done = {tuple(row[name] for name in _KEY) for row in read_rows(path)}
     capacities = Capacities(REPLAY_RESULTS)
-    for cell in cells():
-        if tuple(getattr(cell, name) for name in _KEY) in done:
-            continue
+    for _, cell in cells_left(path, cells()):
         row = play(cell, EQUAL, cell.load * capacities.of(cell.trace, EQUAL), REQUESTS[cell.trace])
         append(path, row)
         shown = {name: round(row[name], 3) for name in ("goodput", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms")}
@@ -138,7 +122,7 @@ def full(path: Path) -> None:
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """By load and mode, over the workloads that both modes have been run on, of the same seeds."""
-    runs = {tuple(row[name] for name in _KEY): row for row in rows}
+    runs = {key_of(row, Cell): row for row in rows}
     found = []
     for load in sorted({row["load"] for row in rows}):
         for mode in MODES[1:]:
@@ -180,22 +164,12 @@ def quick() -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small trace, under 50 s")
-    parser.add_argument("--full", action="store_true", help="every run; goes on where it stopped")
-    parser.add_argument("--summary", action="store_true", help="only read what the results file holds")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of rows")
-    parser.add_argument("--json", type=output_file, help="also write the object here")
-    options = parser.parse_args(arguments)
-    if not (options.quick or options.full or options.summary):
-        parser.error("one of --quick, --full and --summary is needed")
+    parser = argparse.ArgumentParser(description=__doc__)
+    options = parse(parser, RESULTS, arguments)
     if options.full:
         full(options.results)
-    rows = quick() if options.quick else read_rows(options.results)
-    text = json.dumps({"summary": summarise(rows), "runs": rows}, indent=1)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    rows = quick() if options.quick else read_rows(options.results, Cell)
+    show(summarise(rows), rows, options.json)
     return 0
 
 

@@ -14,13 +14,11 @@ LEADTIME_DATA.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,14 +29,13 @@ from bench.replay import (
     RETRAIN_MS,
     SLO,
     Capacities,
-    append,
     data_folder,
     geometric_mean,
     policy_revision,
+    timed,
 )
 from bench.replay import RESULTS as REPLAY_RESULTS
-from deploy.local.output_file import output_file
-from sim.replay.cluster import run
+from bench.row_file import append, cells_left, key_of, parse, read_rows, show
 from sim.replay.learning import LearningOptions
 from sim.replay.measure import figures
 from sim.replay.options import RunOptions
@@ -56,7 +53,6 @@ ROUTERS: Final = (1, 2, 4)
 LATENCIES: Final = ("ttft_p90_ms", "tpot_p90_ms", "e2e_mean_ms")
 METRICS: Final = (*LATENCIES, "goodput")
 _OTHER_CHANCES: Final = 1_000
-_KEY: Final = ("trace", "seed", "policy", "routers", "again")
 
 
 _BASIS_RUN: Final = (BASIS, 1, False)
@@ -77,23 +73,20 @@ class Cell:
 def play(cell: Cell, hardware: str, rate_per_s: float, requests: int) -> dict[str, Any]:
     """One run as a row. Raises RuntimeError where routers disagree at its end."""
     trace = load_trace(cell.trace, cell.seed, requests, data_folder()).at_rate(rate_per_s)
-    began_s = time.process_time()
     options = RunOptions(
         seed=cell.seed + _OTHER_CHANCES * cell.again,
         slo=SLO,
         routers=cell.routers,
         learning=LearningOptions(retrain_ms=RETRAIN_MS),
     )
-    result = run(trace, parse_hardware(hardware), policy(cell.policy), options)
-    if result.ledger_left or result.ledger_faults or result.faults:
-        raise RuntimeError(f"{cell}: {result.ledger_left} entries left, {result.ledger_faults}, {result.faults} faults")
+    result, cpu_s = timed(cell, trace, parse_hardware(hardware), policy(cell.policy), options)
     return {
-        **{name: getattr(cell, name) for name in _KEY},
+        **asdict(cell),
         "hardware": hardware,
         "policy_revision": policy_revision(cell.policy),
         "rate_per_s": rate_per_s,
         **figures(result),
-        "cpu_s": time.process_time() - began_s,
+        "cpu_s": cpu_s,
     }
 
 
@@ -103,26 +96,15 @@ def cells(trace: str, seed: int, routers: Sequence[int] = ROUTERS) -> list[Cell]
     return [Cell(trace, seed, BASIS, 1, again=False), *ours, Cell(trace, seed, OURS, 1, again=True)]
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a results file, of each run the last."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    rows = [json.loads(line) for line in lines]
-    return list({tuple(row[name] for name in _KEY): row for row in rows}.values())
-
-
 def full(path: Path, seeds: Sequence[int]) -> None:
     """Make every run that the file hasn't got yet."""
-    done = {tuple(row[name] for name in _KEY) for row in read_rows(path)}
     capacities = Capacities(REPLAY_RESULTS)
-    for seed in seeds:
-        for name, requests in REQUESTS.items():
-            for cell in cells(name, seed):
-                if tuple(getattr(cell, key) for key in _KEY) in done:
-                    continue
-                row = play(cell, MIXED, LOAD * capacities.of(name, MIXED), requests)
-                append(path, row)
-                shown = {metric: round(row[metric], 3) for metric in METRICS}
-                print(f"{cell}: {shown}, {row['cpu_s']:.0f} s", file=sys.stderr, flush=True)
+    every = [cell for seed in seeds for name in REQUESTS for cell in cells(name, seed)]
+    for _, cell in cells_left(path, every):
+        row = play(cell, MIXED, LOAD * capacities.of(cell.trace, MIXED), REQUESTS[cell.trace])
+        append(path, row)
+        shown = {metric: round(row[metric], 3) for metric in METRICS}
+        print(f"{cell}: {shown}, {row['cpu_s']:.0f} s", file=sys.stderr, flush=True)
 
 
 # --- what came of it --------------------------------------------------------------------------------------------------
@@ -147,7 +129,7 @@ def _share(missing: Sequence[float], gain: float) -> dict[str, float | None]:
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Lost shares of gains by number of routers and metric, over the traces that every run is there of."""
-    runs = {tuple(row[name] for name in _KEY): row for row in rows}
+    runs = {key_of(row, Cell): row for row in rows}
     counts = sorted({row["routers"] for row in rows if row["policy"] == OURS} - {1})
     needed = [_BASIS_RUN, (OURS, 1, False), (OURS, 1, True), *((OURS, count, False) for count in counts)]
     traces = [
@@ -196,23 +178,13 @@ def quick() -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small trace, under 50 s")
-    parser.add_argument("--full", action="store_true", help="every run; goes on where it stopped")
-    parser.add_argument("--summary", action="store_true", help="only read what the results file holds")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of rows")
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", action="append", type=int, choices=SEEDS, help="only these; repeat it")
-    parser.add_argument("--json", type=output_file, help="also write the object here")
-    options = parser.parse_args(arguments)
-    if not (options.quick or options.full or options.summary):
-        parser.error("one of --quick, --full and --summary is needed")
+    options = parse(parser, RESULTS, arguments)
     if options.full:
         full(options.results, options.seed or SEEDS)
-    rows = quick() if options.quick else read_rows(options.results)
-    text = json.dumps({"summary": summarise(rows), "runs": rows}, indent=1)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    rows = quick() if options.quick else read_rows(options.results, Cell)
+    show(summarise(rows), rows, options.json)
     return 0
 
 

@@ -26,16 +26,17 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.local.output_file import output_file
+from bench.row_file import append, cells_left, parse, read_rows, show
 from sim.replay.cluster import run
 from sim.replay.learning import LearningOptions
 from sim.replay.measure import capacity, cold_start, figures, guess, pool_capacity
 from sim.replay.options import RunOptions, SloRule
-from sim.replay.policies import policy
+from sim.replay.outcomes import RunResult
+from sim.replay.policies import Policy, policy
 from sim.replay.pool import PodSpec, describe, parse_hardware
 from sim.replay.trace import Trace, load_trace
 
@@ -90,9 +91,6 @@ QUICK_CAPACITY: Final[Mapping[str, float]] = {"A": 22.0, "D": 2.5}
 QUICK_POOL: Final = "h100-8b:2,a100-8b:2"
 
 
-CellKey = tuple[str, float, str, str, int]
-
-
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One run to be made."""
@@ -102,10 +100,6 @@ class Cell:
     hardware: str
     policy: str
     seed: int
-
-    @property
-    def key(self) -> CellKey:
-        return (self.trace, self.load, self.hardware, self.policy, self.seed)
 
 
 def data_folder() -> Path:
@@ -146,22 +140,25 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def play(cell: Cell, rate_per_s: float, requests: int) -> dict[str, Any]:
-    """One run as a row."""
-    trace = load_trace(cell.trace, cell.seed, requests, data_folder()).at_rate(cell.load * rate_per_s)
-    pods = parse_hardware(cell.hardware)
+def timed(
+    cell: object, trace: Trace, pods: Sequence[PodSpec], chosen: Policy, options: RunOptions
+) -> tuple[RunResult, float]:
+    """A run and its CPU seconds. Raises RuntimeError, which names the cell, where its ledger doesn't end empty."""
     began_s = time.process_time()
-    options = RunOptions(seed=cell.seed, slo=SLO, learning=LearningOptions(retrain_ms=RETRAIN_MS))
-    result = run(trace, pods, policy(cell.policy), options)
+    result = run(trace, pods, chosen, options)
     cpu_s = time.process_time() - began_s
     if result.ledger_left or result.ledger_faults or result.faults:
         raise RuntimeError(f"{cell}: {result.ledger_left} entries left, {result.ledger_faults}, {result.faults} faults")
+    return result, cpu_s
+
+
+def play(cell: Cell, rate_per_s: float, requests: int) -> dict[str, Any]:
+    """One run as a row."""
+    trace = load_trace(cell.trace, cell.seed, requests, data_folder()).at_rate(cell.load * rate_per_s)
+    options = RunOptions(seed=cell.seed, slo=SLO, learning=LearningOptions(retrain_ms=RETRAIN_MS))
+    result, cpu_s = timed(cell, trace, parse_hardware(cell.hardware), policy(cell.policy), options)
     return {
-        "trace": cell.trace,
-        "load": cell.load,
-        "hardware": cell.hardware,
-        "policy": cell.policy,
-        "seed": cell.seed,
+        **asdict(cell),
         "policy_revision": policy_revision(cell.policy),
         "rate_per_s": cell.load * rate_per_s,
         **figures(result),
@@ -179,40 +176,15 @@ def play(cell: Cell, rate_per_s: float, requests: int) -> dict[str, Any]:
 # --- the full run -----------------------------------------------------------------------------------------------------
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a results file, of each cell the last; a line that was cut off by an interruption is left out."""
-    if not path.is_file():
-        return []
-    rows: dict[Any, dict[str, Any]] = {}
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        rows[_key(row) or (row["trace"], row["hardware"])] = row
-    return list(rows.values())
-
-
-def _key(row: Mapping[str, Any]) -> CellKey | None:
-    """The cell that a row is of; None: it holds a capacity."""
-    return Cell(*(row[name] for name in Cell.__slots__)).key if "policy" in row else None
-
-
-def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a row; one that an interruption cut off is left standing on a line of its own."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = not path.is_file() or not (text := path.read_text()) or text.endswith("\n")
-    with path.open("a") as file:
-        file.write(("" if whole else "\n") + json.dumps(row) + "\n")
-
-
 class Capacities:
     """Requests a second that a pool carries; of one kind of pod measured where the file hasn't got it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._known: dict[tuple[str, str], float] = {
-            (row["trace"], row["hardware"]): row["capacity_per_s"] for row in read_rows(path) if "capacity_per_s" in row
+            (row["trace"], row["hardware"]): row["capacity_per_s"]
+            for row in read_rows(path, Cell)
+            if "capacity_per_s" in row
         }
 
     def of(self, name: str, pool: str) -> float:
@@ -242,27 +214,19 @@ def cells() -> list[Cell]:
     ]
 
 
-def made(path: Path) -> set[CellKey | None]:
-    """The cells that need not be run again."""
-    return {
-        _key(row)
-        for row in read_rows(path)
-        if "policy" in row and row.get("policy_revision") == policy_revision(row["policy"])
-    }
+def will_do(row: Mapping[str, Any]) -> bool:
+    """Whether the row is of a run by the policy as it decides at present."""
+    return "policy" in row and row.get("policy_revision") == policy_revision(row["policy"])
 
 
 def full(path: Path, cells: Sequence[Cell]) -> None:
     """Make every run that the file hasn't got yet, or has of another revision."""
     capacities = Capacities(path)
-    done = made(path)
-    left = [cell for cell in cells if cell.key not in done]
-    for place, cell in enumerate(left):
-        if cell.key in made(path):  # by another process meanwhile
-            continue
+    for place, cell in cells_left(path, cells, will_do):
         row = play(cell, capacities.of(cell.trace, cell.hardware), REQUESTS[cell.trace])
         append(path, row)
         print(
-            f"{place + 1}/{len(left)} {cell.trace} {cell.load:.0%} {cell.hardware} {cell.policy} {cell.seed}: "
+            f"{place} {cell.trace} {cell.load:.0%} {cell.hardware} {cell.policy} {cell.seed}: "
             f"TTFT p90 {row['ttft_p90_ms']:.0f} ms, goodput {row['goodput']:.3f}, {row['cpu_s']:.0f} s",
             file=sys.stderr,
             flush=True,
@@ -498,20 +462,13 @@ def quick() -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a named subset, under 50 s")
-    parser.add_argument("--full", action="store_true", help="every cell; goes on where it stopped")
-    parser.add_argument("--summary", action="store_true", help="only read what the results file holds")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of rows")
-    parser.add_argument("--json", type=output_file, help="also write the object here")
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", action="append", choices=list(REQUESTS), help="only these; repeat it")
     parser.add_argument("--load", action="append", type=float, choices=LOADS)
     parser.add_argument("--hardware", action="append", choices=POOLS)
     parser.add_argument("--policy", action="append", choices=POLICIES)
     parser.add_argument("--seed", action="append", type=int, choices=SEEDS)
-    options = parser.parse_args(arguments)
-    if not (options.quick or options.full or options.summary):
-        parser.error("one of --quick, --full and --summary is needed")
+    options = parse(parser, RESULTS, arguments)
     if options.full:
         full(
             options.results,
@@ -525,11 +482,8 @@ def main(arguments: list[str]) -> int:
                 and (not options.trace or cell.trace in options.trace)
             ],
         )
-    rows = quick() if options.quick else [row for row in read_rows(options.results) if "policy" in row]
-    text = json.dumps({"summary": None if options.quick else summarise(rows), "runs": rows}, indent=1)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    rows = quick() if options.quick else [row for row in read_rows(options.results, Cell) if "policy" in row]
+    show(None if options.quick else summarise(rows), rows, options.json)
     return 0
 
 

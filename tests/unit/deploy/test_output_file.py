@@ -11,7 +11,7 @@ from deploy.local.output_file import fault_of, output_file
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = [
-    *(f"bench.{file.stem}" for file in sorted((ROOT / "bench").glob("*.py")) if '"--json"' in file.read_text()),
+    *(f"bench.{file.stem}" for file in sorted((ROOT / "bench").glob("*.py")) if "__main__" in file.read_text()),
     "deploy.local.chaos.__main__",
 ]
 

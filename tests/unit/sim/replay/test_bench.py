@@ -1,13 +1,15 @@
 """The replay's benchmark: marks are counted right, and a run that was cut short goes on where it stopped."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import replay
-from bench.replay import EQUAL, MIXED, Cell, Grid, read_rows, summarise
+from bench.replay import EQUAL, MIXED, Cell, Grid, summarise
+from bench.row_file import read_rows
 
 
 def row(trace: str, load: float, hardware: str, policy: str, seed: int = 1, **values: float) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def test_a_full_run_goes_on_where_it_stopped_and_makes_rows_of_another_revision_
         played.append(cell)
         assert (rate_per_s, requests) == (2.0, 40)
         revision = {"policy_revision": replay.policy_revision(cell.policy)}
-        return row(*cell.key[:3], cell.policy, cell.seed, cpu_s=1.0) | revision
+        return row(**asdict(cell), cpu_s=1.0) | revision
 
     monkeypatch.setattr(replay, "play", play)
     cells = [Cell("D", 0.5, EQUAL, name, 1) for name in ("token-load", "lmetric", "random")]
@@ -121,7 +123,7 @@ def test_a_full_run_goes_on_where_it_stopped_and_makes_rows_of_another_revision_
     assert [cell.policy for cell in played] == ["lmetric", "random"]
     replay.full(results, cells)
     assert len(played) == 2
-    assert len([each for each in read_rows(results) if "policy" in each]) == 3
+    assert len([each for each in read_rows(results, Cell) if "policy" in each]) == 3
 
 
 def test_one_real_cell_has_every_key_that_was_agreed() -> None:
