@@ -9,7 +9,6 @@ import difflib
 import ipaddress
 import os
 import re
-import ssl
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, FilePath, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from shared.client_files import check_nats_credentials, check_nkey_seed, check_tls_files, tls_client_context
 from shared.errors import ConfigurationError
 from shared.faults import in_words
 from shared.names import validate_pool
@@ -167,6 +167,15 @@ class NatsSettings(_Block):
                 raise ValueError(f"server {place} has {fault}; allowed: nats://host:port or tls://host:port")
         return servers
 
+    @model_validator(mode="after")
+    def _files_work(self) -> Self:
+        check_tls_files(self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
+        if self.credentials_file:
+            check_nats_credentials(self.credentials_file)
+        if self.nkey_seed_file:
+            check_nkey_seed(self.nkey_seed_file)
+        return self
+
     def connect_options(self) -> dict[str, Any]:
         """Keyword arguments of nats-py's `connect`. It goes on trying for ever: no service depends on start order."""
         options: dict[str, Any] = {
@@ -263,6 +272,11 @@ class RedisSettings(_Block):
             raise ValueError("signing_key is needed: Redis isn't on loopback or a unix socket")
         return self
 
+    @model_validator(mode="after")
+    def _files_work(self) -> Self:
+        check_tls_files(self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
+        return self
+
     @property
     def target(self) -> "RedisTarget":
         return redis_target(self.url)
@@ -327,14 +341,6 @@ class ServiceSettings(_Block):
     @classmethod
     def _pool(cls, pool: str) -> str:
         return validate_pool(pool)
-
-
-def tls_client_context(ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext:
-    """Client-side TLS from files; None as CA takes the machine's."""
-    context = ssl.create_default_context(cafile=str(ca) if ca else None)
-    if cert:
-        context.load_cert_chain(str(cert), str(key) if key else None)
-    return context
 
 
 Settings = TypeVar("Settings", bound=BaseSettings)

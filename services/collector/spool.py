@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, reason_of
 
 _MAGIC: Final = b"LTs1"
 _HEAD: Final = struct.Struct("<4sII")
@@ -94,8 +94,18 @@ def open_spool(directory: Path, slots: int, *, max_bytes: int) -> "Spool":
     """The directory's spool; of several slots, each a folder in it, the first free one: one with samples before others.
 
     So replicas may share a volume, and what one that is gone has left is delivered by the next to start. Raises
-    SpoolTakenError where none is free.
+    SpoolTakenError where none is free, ConfigurationError where files can't be had there.
     """
+    try:
+        return _first_free(directory, slots, max_bytes)
+    except OSError as error:
+        raise ConfigurationError(
+            f"SPOOL_DIR: found a path that can't be used ({reason_of(error)}); "
+            "allowed: a folder that can be written, or made"
+        ) from None
+
+
+def _first_free(directory: Path, slots: int, max_bytes: int) -> "Spool":
     if slots == 1:
         return Spool(directory, max_bytes=max_bytes)
     folders = [directory / str(number) for number in range(slots)]

@@ -8,7 +8,8 @@ from pydantic_settings import SettingsConfigDict
 
 from services.router.alias_file import alias_table
 from services.router.discovery.endpoints import parse_endpoints, parse_ports
-from services.router.discovery.kube_client import SERVICE_ACCOUNT
+from services.router.discovery.file import load_listing
+from services.router.discovery.kube_client import SERVICE_ACCOUNT, KubeConfig, check_files
 from services.router.objectives_file import read_objectives
 from services.router.predict.client import parse_urls
 from services.router.request.aliases import ModelAliases
@@ -45,7 +46,7 @@ class RouterSettings(ServiceSettings):
     addresses. `dns://name:port` and `srv://_service._proto.name` ask DNS itself and heed its TTL."""
     dns_servers: str = ""
     """Comma-separated `ip` or `ip:port` for `dns://` and `srv://` entries; empty: the machine's."""
-    endpoints_file: Path | None = None
+    endpoints_file: FilePath | None = None
     """YAML or JSON with more of them, watched; replaced as a whole."""
     kubernetes_pool: str = ""
     """Name of an InferencePool (v1) whose pods are endpoints."""
@@ -71,7 +72,7 @@ class RouterSettings(ServiceSettings):
     """Size class of the pool's model for the physics prior, which answers until there is a bundle."""
     profile: str | None = None
     """Name of a preset or of the profile in `profile_file`; without it that file's, else `leadtime`."""
-    profile_file: Path | None = None
+    profile_file: FilePath | None = None
     """YAML with a profile of one's own, or an `EndpointPickerConfig`; read again when it changes."""
     decision_budget_ms: PositiveMs = 100.0
     predict_deadline_ms: PositiveMs = 40.0
@@ -159,6 +160,19 @@ class RouterSettings(ServiceSettings):
     def _readable(cls, endpoints: str) -> str:
         parse_endpoints(endpoints)
         return endpoints
+
+    @field_validator("endpoints_file")
+    @classmethod
+    def _listing(cls, file: Path | None) -> Path | None:
+        if file is not None:
+            load_listing(file)
+        return file
+
+    @model_validator(mode="after")
+    def _known_to_kubernetes(self) -> Self:
+        if self.kubernetes_pool or self.kubernetes_selector:
+            check_files(KubeConfig(self.kubernetes_api, self.kubernetes_token_file, self.kubernetes_ca_file))
+        return self
 
     @field_validator("predictors")
     @classmethod

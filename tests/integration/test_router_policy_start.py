@@ -49,7 +49,8 @@ def test_every_unknown_plugin_of_an_endpoint_picker_config_is_named(tmp_path: Pa
     ("settings", "fault"),
     [
         ({"PROFILE": "no-such"}, "profile: found 'no-such'"),
-        ({"PROFILE_FILE": "/nowhere.yaml"}, "can't be read"),
+        ({"PROFILE_FILE": "/nowhere.yaml"}, "PROFILE_FILE: found a path that does not point to a file"),
+        ({"DECISION_LOG": f"{__file__}/log.jsonl"}, "DECISION_LOG: found a path that can't be written (Not a dir"),
         ({"OBJECTIVES": '{"a": {"ttft_slo_ms": -1}}'}, "objectives.a.ttft_slo_ms"),
         ({"KV_EVENTS": "tcp://0.0.0.0:5557"}, "kv_events_open"),
         ({"KV_EVENTS": "udp://127.0.0.1:1"}, "tcp://HOST:PORT"),

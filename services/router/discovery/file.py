@@ -6,8 +6,8 @@
         role: decode
 
 It is looked at once a second by inode, size and time of change, so an atomic rename and the symlinks of a mounted
-ConfigMap are seen alike. A file that is missing, torn or wrong keeps the endpoints that were known, and is counted;
-an empty list takes them all away.
+ConfigMap are seen alike. At the start it has to be there and right; later a file that is missing, torn or wrong keeps
+the endpoints that were known, and is counted. An empty list takes them all away.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Counter
 from services.router.discovery.endpoints import Listed, Listing, parse_endpoints
 from services.router.state.roles import Role
 from shared.clock import Clock
-from shared.errors import FieldError, kind_of
+from shared.errors import FieldError, kind_of, reason_of
 from shared.features import hardware_code
 
 _LOOK_S: Final = 1.0
@@ -56,6 +56,17 @@ def read_listing(text: str) -> dict[str, Listed]:
             hardware_code(str(hardware)) if hardware is not None else 0, Role.of(str(entry.get("role", "")))
         )
     return listing
+
+
+def load_listing(path: Path) -> dict[str, Listed]:
+    """The file's endpoints; raises FieldError, or OSError where there is no such file."""
+    size = path.stat().st_size
+    if size > _MAX_BYTES:
+        raise FieldError("endpoints file", f"{size} bytes", f"at most {_MAX_BYTES}")
+    try:
+        return read_listing(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise FieldError("endpoints file", reason_of(error), "a table with `endpoints`") from None
 
 
 class FileSource:
@@ -110,9 +121,7 @@ class FileSource:
         mark = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
         if mark == self._seen:
             return None
-        if stat.st_size > _MAX_BYTES:
-            raise FieldError("endpoints file", f"{stat.st_size} bytes", f"at most {_MAX_BYTES}")
-        listing = read_listing(self._path.read_text(encoding="utf-8"))
+        listing = load_listing(self._path)
         self._seen = mark
         return listing
 

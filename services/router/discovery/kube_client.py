@@ -24,7 +24,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter
 
 from shared.clock import Clock
-from shared.errors import reason_of
+from shared.errors import FieldError, reason_of
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _MAX_LINE_BYTES: Final = 32 * 1024 * 1024
@@ -60,6 +60,27 @@ class KubeConfig:
     first_pause_s: float = _FIRST_PAUSE_S
 
 
+def check_files(config: KubeConfig) -> None:
+    """Raises FieldError, named like the setting, for a token or certificates that can't be read."""
+    try:
+        if config.token_file is not None:
+            config.token_file.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        found = reason_of(error) if isinstance(error, OSError) else "text that isn't ASCII"
+        raise FieldError("kubernetes_token_file", f"a file that can't be read ({found})", "a token") from None
+    try:
+        _tls_of(config)
+    except OSError as error:
+        found = "bytes that aren't PEM" if isinstance(error, ssl.SSLError) else f"no file ({reason_of(error)})"
+        raise FieldError("kubernetes_ca_file", found, "certificates as PEM") from None
+
+
+def _tls_of(config: KubeConfig) -> ssl.SSLContext | None:
+    if config.ca_file is None or not config.url.startswith("https"):
+        return None
+    return ssl.create_default_context(cafile=str(config.ca_file))
+
+
 class KubeClient:
     """Use as an async context manager."""
 
@@ -68,9 +89,7 @@ class KubeClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        tls: ssl.SSLContext | bool = True
-        if self.config.ca_file is not None and self.config.url.startswith("https"):
-            tls = ssl.create_default_context(cafile=str(self.config.ca_file))
+        tls: ssl.SSLContext | bool = _tls_of(self.config) or True
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=tls, limit=16), cookie_jar=aiohttp.DummyCookieJar()
         )

@@ -5,6 +5,7 @@ counted. Two files of at most `max_bytes` each are kept: the log, and the one be
 """
 
 import asyncio
+import errno
 import os
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter
 
 from services.router.offpolicy.log import LoggedDecision, LoggedOutcome, encode_line
+from shared.errors import ConfigurationError, reason_of
 
 _FLUSH_S: Final = 1.0
 _CAPACITY: Final = 20_000
@@ -22,6 +24,7 @@ class DecisionLogFile:
     """`offer` is what the request path calls; `run` writes."""
 
     def __init__(self, path: Path, max_bytes: int, registry: CollectorRegistry) -> None:
+        """Makes the file where there is none; raises ConfigurationError where it can't be written."""
         self._path = path
         self._max_bytes = max_bytes
         self._waiting: list[LoggedDecision | LoggedOutcome] = []
@@ -32,6 +35,15 @@ class DecisionLogFile:
         for fate in ("written", "dropped", "failed"):
             self._lines.labels(fate)
         self._told = False
+        try:
+            os.close(self._open())
+            if path.is_file() and not os.access(path.parent, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # of its rotation
+        except OSError as error:
+            raise ConfigurationError(
+                f"DECISION_LOG: found a path that can't be written ({reason_of(error)}); "
+                "allowed: a file in a folder that is there and can be written"
+            ) from None
 
     def offer(self, entry: LoggedDecision | LoggedOutcome) -> None:
         """Never waits, never raises."""
@@ -65,8 +77,7 @@ class DecisionLogFile:
         try:
             if self._path.exists() and self._path.stat().st_size + len(data) > self._max_bytes:
                 self._path.replace(self._path.with_name(self._path.name + ".1"))
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            with os.fdopen(descriptor, "ab") as file:
+            with os.fdopen(self._open(), "ab") as file:
                 file.write(data)
         except OSError as error:
             self._lines.labels("failed").inc(len(entries))
@@ -76,3 +87,7 @@ class DecisionLogFile:
             return
         self._told = False
         self._lines.labels("written").inc(len(entries))
+
+    def _open(self) -> int:
+        """A descriptor of the file; only its owner may read it."""
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

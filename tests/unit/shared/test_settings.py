@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 
+import nkeys
 import pytest
 from pydantic import Field, ValidationError
 from pydantic_settings import SettingsConfigDict
@@ -19,7 +20,6 @@ from shared.settings import (
     is_loopback,
     load,
     redis_target,
-    tls_client_context,
 )
 
 
@@ -229,8 +229,9 @@ def test_options_of_the_redis_client(environment):
 
 
 def test_options_of_the_nats_client(environment, tmp_path):
+    seed = nkeys.encode_seed(bytes(32), nkeys.PREFIX_BYTE_USER).decode()
     credentials = tmp_path / "router.creds"
-    credentials.write_text("", "utf-8")
+    credentials.write_text(f"--BEGIN NATS USER JWT--\neyJ\n--BEGIN USER NKEY SEED--\n{seed}\n", "utf-8")
     environment(
         LEADTIME_NATS_SERVERS="nats://a:4222, tls://b:4222",
         LEADTIME_NATS_USER="router",
@@ -263,11 +264,6 @@ def test_options_of_the_nats_client(environment, tmp_path):
 )
 def test_what_is_loopback(host, expected):
     assert is_loopback(host) is expected
-
-
-def test_the_tls_context_verifies_by_default():
-    context = tls_client_context(None, None, None)
-    assert context.check_hostname
 
 
 def test_the_logging_block_has_the_quiet_defaults():

@@ -1,6 +1,7 @@
 """A decision log and another profile: what is asked of it, what of its outcomes counts, and what can't be read."""
 
 import asyncio
+import shutil
 
 import msgspec
 import numpy as np
@@ -208,7 +209,9 @@ async def test_what_waits_at_the_stop_is_written(tmp_path):
 
 async def test_a_file_that_can_not_be_written_is_counted(tmp_path):
     registry = CollectorRegistry()
-    log = DecisionLogFile(tmp_path / "no" / "such" / "folder.jsonl", 10**6, registry)
+    (tmp_path / "folder").mkdir()
+    log = DecisionLogFile(tmp_path / "folder" / "d.jsonl", 10**6, registry)
+    shutil.rmtree(tmp_path / "folder")
     log.offer(entry())
     await log.flush()
     assert registry.get_sample_value("leadtime_router_decision_log_lines_total", {"fate": "failed"}) == 1.0
