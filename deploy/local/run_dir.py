@@ -1,4 +1,8 @@
-"""Run directories: one per started stack under `.run/`, with its logs; the newest few are kept."""
+"""Run directories: one per started stack under `.run/`, with its logs; the newest few are kept.
+
+A start that fails leaves logs too, and is tried again and again: those are counted by themselves, so that they don't
+push out the logs of runs that came up.
+"""
 
 import os
 import shutil
@@ -8,12 +12,14 @@ from typing import Final
 
 FOLDER: Final = ".run"
 KEPT: Final = 5
+_STARTED: Final = "started"
 
 
 def new_run_dir(base: Path, command: str, stamp: str, pid: int) -> Path:
     """Make `BASE/.run/COMMAND-STAMP-PID`; in the temporary directory where `base` can't be written.
 
-    `stamp` sorts by time, as 20261130-101500. Older ones are removed but for the newest and those of living processes.
+    `stamp` sorts by time, as 20261130-101500. Older ones are removed but for those of living processes, the newest that
+    came up and the newest that didn't.
     """
     parent = base / FOLDER
     try:
@@ -22,9 +28,17 @@ def new_run_dir(base: Path, command: str, stamp: str, pid: int) -> Path:
         made.mkdir()
     except OSError:
         return Path(tempfile.mkdtemp(prefix=f"leadtime-{command}-"))
-    for old in ended_runs(parent)[: -(KEPT - 1)]:
-        shutil.rmtree(old, ignore_errors=True)
+    ended = ended_runs(parent)
+    for started in (True, False):
+        alike = [run for run in ended if (run / _STARTED).exists() is started]
+        for old in alike[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
     return made
+
+
+def came_up(run_dir: Path) -> None:
+    """Note that everything of this run is up."""
+    (run_dir / _STARTED).touch()
 
 
 def ended_runs(parent: Path) -> list[Path]:

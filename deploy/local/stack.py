@@ -27,6 +27,7 @@ from deploy.local.layout import StackConfig, place_simulated, reserve_addresses,
 from deploy.local.ports import Ports
 from deploy.local.probes import PROBE_TIMEOUT_S, http_probe
 from deploy.local.processes import ChildError, Supervisor
+from deploy.local.run_dir import came_up
 
 _STARTS: Final = 3
 _TAKEN: Final = ("address already in use", "can't listen on")
@@ -96,6 +97,7 @@ class Stack:
                 raise
             else:
                 break
+        came_up(self.config.run_dir)
         return self
 
     async def __aexit__(

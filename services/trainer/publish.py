@@ -6,17 +6,20 @@ replaced can't overwrite its successor's bundle. Blobs older than the newest fiv
 reader may still fetch them; the last good one and a pinned one stay.
 """
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import orjson
 import structlog
 from redis.asyncio import Redis
 
+from services.trainer import last_change
 from services.trainer.champion import Champion
+from services.trainer.last_change import Change
 from services.trainer.lease import Lease, LeaseLostError
 from services.trainer.succession import Memory
-from shared.bundle import Bundle, BundleGate, Calibration, pack, seal, unseal
+from shared.bundle import Bundle, BundleGate, Calibration, TargetMetrics, pack, seal, unseal
 from shared.errors import ContractError
 from shared.features import SCHEMA
 from shared.inference import BundleModel
@@ -50,6 +53,8 @@ class BundleStore:
         self._lease = lease
         self.versions: list[str] = []
         """Those that are kept, the newest last, as this process last knew"""
+        self.held_out: dict[str, Mapping[str, TargetMetrics]] = {}
+        """Held-out errors, as the manifests have them, of the versions that this process has written or read"""
 
     async def load(self) -> Champion | None:
         """The bundle that the pointer names, or None; raises ContractError if it can't be used."""
@@ -58,34 +63,39 @@ class BundleStore:
 
     async def load_version(self, version: str) -> Champion:
         """A bundle that is kept; raises ContractError if it isn't there or can't be used."""
-        blob = await self._get(bundle_key(self._pool, SCHEMA.hash, version))
-        bundle = BundleGate(self._pool, self._key).open(version, blob)
+        bundle = await self._read(version)
         return Champion(bundle, BundleModel(bundle), saved=True)
 
     async def kept(self) -> list[str]:
-        """Versions whose blobs are there, oldest first."""
+        """Versions whose blobs are there, oldest first; of those that are new here `held_out` is read."""
         prefix = bundle_key(self._pool, SCHEMA.hash, "")
         found = [key async for key in self._redis.scan_iter(match=f"{prefix}*", count=1000)]
         self.versions = sorted({bytes(key).decode().removeprefix(prefix) for key in found} - {"current"})
+        for version in self.versions:
+            if version not in self.held_out:
+                with contextlib.suppress(ContractError):  # whoever asks for this version is told
+                    await self._read(version)
         return self.versions
 
-    async def load_memory(self) -> Memory:
-        """What an earlier trainer left; an empty one where there is none, or none that can be read."""
+    async def load_memory(self) -> tuple[Memory, Change | None]:
+        """What an earlier trainer left, and its last change; empty where there is none, or none that can be read."""
         blob = await self._get(succession_key(self._pool, SCHEMA.hash))
         if blob is None:
-            return Memory()
+            return Memory(), None
         try:
-            return Memory.decode(unseal(blob, self._key))
+            return last_change.decode(unseal(blob, self._key))
         except ContractError as error:
             structlog.get_logger().warning("memory of pin and last good version refused", reason=str(error))
-            return Memory()
+            return Memory(), None
 
-    async def save_memory(self, memory: Memory) -> None:
+    async def save_memory(self, memory: Memory, change: Change | None) -> None:
         """Raises LeaseLostError if another trainer is active."""
-        await self._switch(succession_key(self._pool, SCHEMA.hash), seal(memory.encode(), self._key), "", b"")
+        blob = seal(last_change.encode(memory, change), self._key)
+        await self._switch(succession_key(self._pool, SCHEMA.hash), blob, "", b"")
 
     async def put(self, bundle: Bundle) -> None:
         """A blob without the pointer."""
+        self.held_out[bundle.manifest.version] = bundle.manifest.metrics
         await self._redis.set(
             bundle_key(self._pool, SCHEMA.hash, bundle.manifest.version), seal(pack(bundle), self._key)
         )
@@ -150,7 +160,14 @@ class BundleStore:
                 await self._redis.persist(f"{prefix}{version}")
             else:
                 self.versions.remove(version)
+                self.held_out.pop(version, None)
                 await self._redis.expire(f"{prefix}{version}", EXPIRY_GRACE_S)
+
+    async def _read(self, version: str) -> Bundle:
+        blob = await self._get(bundle_key(self._pool, SCHEMA.hash, version))
+        bundle = BundleGate(self._pool, self._key).open(version, blob)
+        self.held_out[version] = bundle.manifest.metrics
+        return bundle
 
     @property
     def _pointer(self) -> str:

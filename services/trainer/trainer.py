@@ -22,6 +22,7 @@ from services.trainer.consumer import SampleConsumer
 from services.trainer.cycle import CycleReport, TensorOutcome, run_cycle
 from services.trainer.export import BoosterToGraph
 from services.trainer.intake import Intake, Taken
+from services.trainer.last_change import Change
 from services.trainer.learner import Learner
 from services.trainer.lease import Lease, LeaseLostError
 from services.trainer.metrics import TrainerMetrics
@@ -100,7 +101,8 @@ class Trainer:
         self._report: CycleReport | None = None
         # By version, of those that may serve again.
         self._fits: dict[str, CycleReport] = {}
-        self._remembered: Memory | None = None
+        self._remembered: tuple[Memory, Change | None] | None = None
+        self._last_change: Change | None = None
         self._told_alarm: str | None = None
         self._decisions: deque[dict[str, Any]] = deque(maxlen=_DECISIONS_KEPT)
         metrics.watch(
@@ -174,7 +176,7 @@ class Trainer:
             saved = None
         self._sequence = max(self._sequence, await self._store.calibration_sequence())
         await self._store.kept()
-        memory = await self._store.load_memory()
+        memory, change = await self._store.load_memory()
         good = await self._kept(memory.good) if memory.good else None
         if memory.pinned is not None and (saved is None or saved.version != memory.pinned):
             saved = await self._kept(memory.pinned) or saved
@@ -184,6 +186,9 @@ class Trainer:
             self._published = saved.version if saved.version != memory.pinned else None
             self._log.info("saved bundle loaded", version=saved.version, pinned=memory.pinned)
         self._learner.remember(memory, good)
+        self._last_change = change
+        if change is not None and (told := _told(change)) not in self._decisions:
+            self._decisions.appendleft(told)
 
     async def _kept(self, version: str) -> Champion | None:
         try:
@@ -303,7 +308,7 @@ class Trainer:
         self._must_be_active()
         chosen = await self._named(version)
         memory = replace(self._learner.succession.memory(), pinned=version)
-        await self._store.save_memory(memory)
+        await self._store.save_memory(memory, self._last_change)
         self._learner.succession.pinned = version
         self._learner.choose(chosen)
         self._changed("pinned_by_operator", version)
@@ -313,7 +318,7 @@ class Trainer:
         self._must_be_active()
         if self._learner.succession.pinned is None:
             raise NotNowError("no version is pinned")
-        await self._store.save_memory(replace(self._learner.succession.memory(), pinned=None))
+        await self._store.save_memory(replace(self._learner.succession.memory(), pinned=None), self._last_change)
         was, self._learner.succession.pinned = self._learner.succession.pinned, None
         self._changed("unpinned_by_operator", was)
 
@@ -359,18 +364,10 @@ class Trainer:
     def _changed(self, reason: str, detail: str) -> None:
         """Another version serves, or a pin came or went, without a fit."""
         champion = self._learner.champion
-        version = champion.version if champion else None
-        self._decisions.appendleft(
-            {
-                "unix_ms": self._clock.unix_ms(),
-                "accepted": False,
-                "reason": reason,
-                "detail": detail,
-                "version": version,
-                "mean_log_error": {},
-            }
-        )
-        self._log.warning("succession changed", reason=reason, detail=detail, version=version)
+        change = Change(self._clock.unix_ms(), reason, detail, champion.version if champion else None)
+        self._last_change = change
+        self._decisions.appendleft(_told(change))
+        self._log.warning("succession changed", reason=reason, detail=detail, version=change.version)
         self._adopted.set()
 
     def _to_keep(self) -> set[str]:
@@ -439,10 +436,10 @@ class Trainer:
         self._metrics.calibrations.inc()
 
     async def _save_memory(self) -> None:
-        memory = self._learner.succession.memory()
-        if memory != self._remembered:
-            await self._store.save_memory(memory)
-            self._remembered = memory
+        due = self._learner.succession.memory(), self._last_change
+        if due != self._remembered:
+            await self._store.save_memory(*due)
+            self._remembered = due
 
     def _store_failed(self, error: Exception) -> None:
         self._metrics.store_failed()
@@ -480,9 +477,12 @@ class Trainer:
             "live": {t: asdict(e) for t, e in calibrator.live().items()} if calibrator else {},
             "champion_fit": report_view(fitted) if fitted else None,
             "last_cycle": report_view(report) if report else None,
-            "succession": learner.succession.view(window.total),
+            "succession": {
+                **learner.succession.view(window.total),
+                "last_change": None if self._last_change is None else asdict(self._last_change),
+            },
             "versions": [
-                version_view(version, champion, learner.succession.memory(), self._fits.get(version))
+                version_view(version, champion, learner.succession.memory(), self._store.held_out.get(version))
                 for version in reversed(self._store.versions)
             ],
             "decisions": list(self._decisions),
@@ -506,3 +506,8 @@ class Trainer:
         if champion is None:
             return None
         return max(0.0, self._clock.unix_ms() - champion.bundle.manifest.created_unix_ms)
+
+
+def _told(change: Change) -> dict[str, Any]:
+    """As one of the decisions."""
+    return {**asdict(change), "accepted": False, "mean_log_error": {}}

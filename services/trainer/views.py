@@ -1,11 +1,13 @@
 """Bundles and cycles as plain data, for `/v1/model`. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from services.trainer.champion import Champion
 from services.trainer.cycle import CycleReport
 from services.trainer.succession import Memory
+from shared.bundle import TargetMetrics
 
 
 def bundle_view(champion: Champion, age_ms: float | None, published: str | None) -> dict[str, Any]:
@@ -24,8 +26,10 @@ def bundle_view(champion: Champion, age_ms: float | None, published: str | None)
     }
 
 
-def version_view(version: str, champion: Champion | None, memory: Memory, report: CycleReport | None) -> dict[str, Any]:
-    """A version that is kept, what it is now, and its held-out errors where this process fitted it."""
+def version_view(
+    version: str, champion: Champion | None, memory: Memory, held_out: Mapping[str, TargetMetrics] | None
+) -> dict[str, Any]:
+    """A version that is kept, what it is now, and its held-out errors; None where its bundle couldn't be read."""
     roles = {
         "serving": champion is not None and champion.version == version,
         "pinned": memory.pinned == version,
@@ -35,7 +39,7 @@ def version_view(version: str, champion: Champion | None, memory: Memory, report
         "version": version,
         "unix_ms": int(version.partition("-")[0]),
         "is": [role for role, held in roles.items() if held],
-        "metrics": {target: metrics.model_dump() for target, metrics in report.metrics.items()} if report else None,
+        "metrics": None if held_out is None else {name: metrics.model_dump() for name, metrics in held_out.items()},
     }
 
 

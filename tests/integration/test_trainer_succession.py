@@ -122,6 +122,11 @@ async def test_predictors_and_routers_follow_a_rollback_and_a_pin_that_outlives_
             await until(refused, "a challenger is refused because of the pin")
             model = await trainer.model()
             assert (model["bundle"]["version"], model["succession"]["pinned"]) == (second, second)
+            change = model["succession"]["last_change"]
+            assert (change["reason"], change["version"]) == ("pinned_by_operator", second), "told by the next process"
+            assert [one["reason"] for one in model["decisions"]].count("pinned_by_operator") == 1
+            errors = {one["version"]: one["metrics"] for one in model["versions"]}
+            assert errors[first]["ttft"]["mape"] > 0, "of a version that another process fitted"
             assert await trainer.metric("leadtime_trainer_pinned") == 1
             before = watching.calibration.sequence
             await publish(context, SAMPLES[900:950])

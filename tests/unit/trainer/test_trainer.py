@@ -3,6 +3,7 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.trainer import last_change
 from services.trainer.champion import Champion
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.settings import TrainerSettings
@@ -21,7 +22,7 @@ class Store:
         self.empty()
 
     def empty(self):
-        self.blobs, self.pointer, self.memory = set(), None, None
+        self.blobs, self.pointer, self.memory, self.change = set(), None, None, None
 
     async def put(self, bundle):
         self.blobs.add(bundle.manifest.version)
@@ -36,8 +37,8 @@ class Store:
         await self.put(bundle)
         self.pointer = bundle.manifest.version
 
-    async def save_memory(self, memory):
-        self.memory = memory
+    async def save_memory(self, memory, change):
+        self.memory, self.change = memory, change
 
 
 def champion(at_ms: float) -> Champion:
@@ -72,3 +73,12 @@ async def test_what_goes_with_a_version_is_written_with_it_whatever_the_store_he
     assert store.pointer == second.version
     assert store.memory.pinned == second.version
     assert store.memory.good in store.blobs
+
+
+async def test_why_a_version_serves_is_written_and_told_by_the_next_trainer(trainer, store):
+    trainer._learner.choose(champion(1))
+    trainer._changed("rolled_back_by_operator", "from x")
+    await trainer._save_memory()
+    assert store.change.reason == "rolled_back_by_operator"
+    memory, change = last_change.decode(last_change.encode(store.memory, store.change))
+    assert (memory, change) == (store.memory, store.change)
