@@ -30,6 +30,7 @@ from deploy.local.layout import StackConfig, endpoint_address
 from deploy.local.output_file import fault_of
 from deploy.local.ports import LOOPBACK
 from deploy.local.processes import ChildError
+from deploy.local.progress import progress
 from deploy.local.run_dir import new_run_dir
 from deploy.local.sample_export import export_samples
 from deploy.local.screen import Screen
@@ -302,7 +303,8 @@ def replay_command(
         console.print(line, highlight=False, markup=False)
 
     try:
-        report = replay.replay(command, say)
+        with progress(Console(stderr=True)) as told:
+            report = replay.replay(command, say, told)
         say(replay.table(report))
         replay.write_report(report, json_file, svg_file)
     except (ConfigurationError, OSError) as error:

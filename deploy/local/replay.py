@@ -4,16 +4,18 @@ Reads the trace, finds the pool's capacity where none is given, runs every polic
 and a picture. The work is `sim.replay`'s.
 """
 
+import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from deploy.local.progress import Told
 from shared.errors import FieldError
 from sim.replay.cluster import run
-from sim.replay.measure import capacity, cold_start, figures, guess, pool_capacity
+from sim.replay.measure import capacity, cold_start, figures, guess, pool_capacity, settled
 from sim.replay.options import RunOptions, SloRule
 from sim.replay.picture import picture
 from sim.replay.policies import policy
@@ -55,8 +57,10 @@ def parse_loads(text: str) -> tuple[float, ...]:
     return tuple(loads)
 
 
-def replay(command: ReplayCommand, told: Callable[[str], None]) -> dict[str, Any]:
-    """Run it all. Raises TraceError, PoolError or ConfigurationError before anything has run."""
+def replay(command: ReplayCommand, told: Callable[[str], None], progress: Told) -> dict[str, Any]:
+    """Run it all; `told` hears what belongs to the result. Raises TraceError, PoolError or ConfigurationError before
+    anything has run.
+    """
     policies = [policy(name) for name in command.policies]
     pods = parse_hardware(command.hardware)
     trace = load_trace(command.trace, command.seed, command.requests, command.data)
@@ -64,8 +68,8 @@ def replay(command: ReplayCommand, told: Callable[[str], None]) -> dict[str, Any
         told(f"note: {note}")
     rate = command.capacity_per_s
     if rate is None:
-        told("finding the pool's capacity; --capacity names it, and spares this")
-        rate = pool_capacity(trace, pods, lambda of, alike: capacity(of, alike, guess(of, alike), told))
+        progress.line("finding the pool's capacity; --capacity names it, and spares this")
+        rate = pool_capacity(trace, pods, lambda of, alike: capacity(of, alike, guess(of, alike), progress.line))
     runs = []
     for load in command.loads:
         loaded = trace.at_rate(load * rate)
@@ -74,7 +78,8 @@ def replay(command: ReplayCommand, told: Callable[[str], None]) -> dict[str, Any
                 seed=command.seed, slo=command.slo, routers=command.routers, share_ledgers=command.share_ledgers
             )
             began_s = time.process_time()
-            result = run(loaded, pods, chosen, options)
+            what = f"{chosen.name} at {load:.0%}"
+            result = run(loaded, pods, chosen, options, functools.partial(progress.at, what))
             runs.append(
                 {
                     "trace": trace.name,
@@ -82,13 +87,16 @@ def replay(command: ReplayCommand, told: Callable[[str], None]) -> dict[str, Any
                     "hardware": describe(pods),
                     "policy": chosen.name,
                     "seed": command.seed,
+                    "rate_per_s": loaded.rate_per_s,
                     **figures(result),
                     "cold_start": cold_start(result),
+                    "settled": settled(result),
+                    "virtual_s": result.virtual_ms / 1e3,
                     "fits": result.fits,
                     "cpu_s": time.process_time() - began_s,
                 }
             )
-            told(f"{chosen.name} at {load:.0%}: done")
+            progress.line(f"{what}: done")
     return {
         "trace": trace.name,
         "requests": len(trace.requests),
@@ -113,7 +121,33 @@ def table(report: dict[str, Any]) -> str:
         "  ".join(cell.ljust(width) if column == 1 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
         for pairs in (list(zip(line, widths, strict=True)) for line in lines)
     ]
-    return "\n".join([text[0], "-" * len(text[0]), *text[1:], "", "latencies in ms, e2e: the mean"])
+    notes = ["latencies in ms, e2e: the mean", *_lengths(report["runs"]), *_unsettled(report["runs"])]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:], "", *notes])
+
+
+def _lengths(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What each load was: it is the same of every policy but for the time that the last answers took."""
+    lines = []
+    for load in dict.fromkeys(row["load"] for row in rows):
+        alike = [row for row in rows if row["load"] == load]
+        longest_s = max(row["virtual_s"] for row in alike)
+        lines.append(f"{load:.0%}: {alike[0]['rate_per_s']:.3g} requests/s, over after {longest_s:,.0f} s")
+    return lines
+
+
+def _unsettled(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Runs whose figures are a burst's, and not of the load that stands before them."""
+    found = [row for row in rows if not row["settled"]]
+    if not found:
+        return []
+    which = ", ".join(f"{row['policy']} at {row['load']:.0%}" for row in found)
+    return [
+        "",
+        f"warning: not settled: {which}.",
+        "Requests come for less than twice as long as the usual answer takes: the pool",
+        "fills most of the while, and a capacity found with so short a trace is too",
+        "high. Take a longer trace or more --requests.",
+    ]
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

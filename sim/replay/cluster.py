@@ -11,7 +11,8 @@ Limits: parsing, Envoy and the network are a fixed delay; prompts' token counts 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -36,6 +37,8 @@ from sim.replay.policies import Policy
 from sim.replay.pool import PodSpec
 from sim.replay.routers import BYTES_PER_TOKEN, Asked, Bus, Router, Scrapes
 from sim.replay.trace import ReplayRequest, Trace
+
+_TELL_EVERY: Final = 100
 
 
 class Cluster:
@@ -75,8 +78,8 @@ class Cluster:
         self._left = len(trace.requests)
         self._faults = 0
 
-    def run(self) -> RunResult:
-        """Play the trace to the end of its last request."""
+    def run(self, progress: Callable[[float], None] | None = None) -> RunResult:
+        """Play the trace to the end of its last request; `progress` hears which share of them has arrived."""
         events = self._events
         # The routers have seen their endpoints before the first request, as a started router has.
         for router in self._routers:
@@ -98,6 +101,8 @@ class Cluster:
                 events.now_ms = requests[place].arrival_ms
                 self._arrive(place, requests[place])
                 place += 1
+                if progress is not None and place % _TELL_EVERY == 0:
+                    progress(place / count)
             else:
                 events.step()
         self._bus.settle()
@@ -380,6 +385,12 @@ class Cluster:
         self._events.at(now_ms + self._options.learning.tick_ms, self._tick, None)
 
 
-def run(trace: Trace, pods: Sequence[PodSpec], policy: Policy, options: RunOptions) -> RunResult:
-    """Play a trace against a pool under a policy."""
-    return Cluster(trace, pods, policy, options).run()
+def run(
+    trace: Trace,
+    pods: Sequence[PodSpec],
+    policy: Policy,
+    options: RunOptions,
+    progress: Callable[[float], None] | None = None,
+) -> RunResult:
+    """Play a trace against a pool under a policy; `progress` hears which share of its requests has arrived."""
+    return Cluster(trace, pods, policy, options).run(progress)

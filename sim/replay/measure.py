@@ -53,6 +53,14 @@ def cold_start(result: RunResult) -> dict[str, float | None]:
     return _figures(result.outcomes, slice(0, int(WARM_UP * len(result.outcomes.arrival_ms))))
 
 
+def settled(result: RunResult) -> bool:
+    """Whether requests came for twice as long as the usual answer takes. Else the pool fills most of the while: fewer
+    requests have gone than came, and it never gets to the load that was asked for.
+    """
+    arrivals, median_ms = result.outcomes.arrival_ms, figures(result)["e2e_p50_ms"]
+    return median_ms is not None and 2.0 * median_ms <= float(arrivals[-1] - arrivals[0])
+
+
 def _figures(outcomes: Outcomes, part: slice) -> dict[str, float | None]:
     ttft, tpot, e2e = outcomes.ttft_ms[part], outcomes.tpot_ms[part], outcomes.e2e_ms[part]
     inputs = outcomes.input_tokens[part]

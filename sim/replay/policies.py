@@ -12,6 +12,7 @@ from services.router.scheduling.pipeline import Pipeline
 from services.router.scheduling.profile import Profile, Profiles, load_presets, parse_profile
 from services.router.scheduling.profile_file import load_profile_file
 from services.router.scheduling.registry import Registry
+from shared.errors import ConfigurationError
 
 # Plugins that read predictions: a policy with none of them learns no model, which a replay needn't pay for.
 PREDICTING: Final = frozenset(
@@ -51,7 +52,7 @@ class Policy:
 
 
 def policy(name: str) -> Policy:
-    """Raises ConfigurationError for a name that is neither a preset nor a readable profile file."""
+    """Raises ConfigurationError for a name that is none of these, and for a profile file that can't be used."""
     registry = Registry()
     presets = list(load_presets(registry))
     oracle = name.endswith(_SUFFIX) or name == "oracle"
@@ -63,6 +64,11 @@ def policy(name: str) -> Policy:
         presets = [profile for profile in presets if profile.name != own.name] + [own]
         wanted = own.name
     profiles = Profiles(presets)
+    if wanted not in profiles.names:
+        known = ", ".join(profiles.names)
+        raise ConfigurationError(
+            f"policy: found '{name[:64]}'; allowed: {known}, a profile file (.yaml), oracle, or any with {_SUFFIX}"
+        )
     return Policy(name, profiles, wanted, not oracle and _predicting(profiles.get(wanted)), oracle)
 
 

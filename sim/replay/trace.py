@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from services.router.request.slo import MAX_PRIORITY
 from shared.errors import ConfigurationError, FieldError, kind_of
 from shared.faults import of_message
 from shared.samples import LatencySample, Outcome, decode_sample
@@ -256,6 +257,11 @@ def read_own(path: Path, seed: int, count: int) -> Trace:
                 raise TraceError(
                     f"{path.name} line {number}: {name}: found {value}; allowed: above 0, at most {MAX_SLO_MS:.0f}"
                 )
+        if abs(row.priority) > MAX_PRIORITY:
+            raise TraceError(
+                f"{path.name} line {number}: priority: found {row.priority}; allowed: an integer from -{MAX_PRIORITY} "
+                f"to {MAX_PRIORITY}"
+            )
         shared = sum(tokens for _, tokens in row.prefix)
         if shared > row.input_tokens or any(tokens < 1 for _, tokens in row.prefix):
             raise TraceError(

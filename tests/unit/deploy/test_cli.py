@@ -78,14 +78,35 @@ def test_a_replay_ends_with_a_table_json_and_a_picture(tmp_path: Path) -> None:
         ("round-robin", 0.8),
     ]
     assert svg_file.read_text().startswith("<svg")
+    assert "50%: 0.5 requests/s, over after" in result.output
+    assert "token-load at 80%: done" in result.stderr
+    assert "done" not in result.stdout
     assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_a_replay_of_a_burst_says_that_it_is_no_load(tmp_path: Path) -> None:
+    trace, json_file = tmp_path / "burst.jsonl", tmp_path / "r.json"
+    rows = [{"arrival_ms": 40 * place, "input_tokens": 200, "output_tokens": 400} for place in range(100)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ("--policy", "token-load", "--hardware", "a100-8b:2", "--json", str(json_file))
+    burst = run("replay", str(trace), "--load", "0.7", "--capacity", "36", *arguments)
+    assert burst.exit_code == 0
+    assert "warning: not settled: token-load at 70%." in burst.output
+    assert max(map(len, burst.stdout.splitlines())) <= 80
+    found = json.loads(json_file.read_text())["runs"][0]
+    assert (found["settled"], found["rate_per_s"]) == (False, pytest.approx(25.2))
+    assert found["virtual_s"] > 3.9
+    lasting = run("replay", str(trace), "--load", "0.7", "--capacity", "1", *arguments)
+    assert "not settled" not in lasting.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("nothing",), "trace 'nothing'"),
-        (("A", "--policy", "best"), "found 'best'"),
+        (("A", "--policy", "best"), "found 'best'; allowed: composite, leadtime"),
+        (("A", "--policy", "random", "--policy", "best+oracle"), "found 'best+oracle'; allowed: composite"),
+        (("A", "--policy", "best"), "a profile file (.yaml), oracle, or any with +oracle"),
         (("A", "--hardware", "h900"), "found 'h900'"),
     ],
 )

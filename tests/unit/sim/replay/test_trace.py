@@ -134,6 +134,11 @@ def test_leadtimes_samples_are_read_and_their_lost_prefixes_told(tmp_path: Path)
         ),
         (
             "t.jsonl",
+            [{"arrival_ms": 0, "input_tokens": 5, "output_tokens": 5, "priority": 1_000_001}],
+            "line 1: priority: found 1000001; allowed: an integer from -1000000 to 1000000",
+        ),
+        (
+            "t.jsonl",
             [{"arrival_ms": 0, "input_tokens": 5, "output_tokens": 5, "max_tokens": -1}],
             "max_tokens: found -1",
         ),
