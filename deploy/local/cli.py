@@ -6,6 +6,7 @@ and an exit status. 0: done; 1: a request failed, or a part did; 2: bad argument
 
 import asyncio
 import contextlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from deploy.local import scenario
+from deploy.local.arguments import Command
 from deploy.local.children import unknown_variables
 from deploy.local.control import ControlError
 from deploy.local.demo import DemoOptions, run_demo
@@ -36,6 +38,7 @@ from deploy.local.sample_export import export_samples
 from deploy.local.screen import Screen
 from deploy.local.stack import Stack
 from deploy.local.up import UpOptions, run_up
+from deploy.local.words import counted
 from services.router.discovery.endpoints import parse_endpoints
 from shared.errors import ConfigurationError, FieldError
 from shared.names import validate_pool
@@ -43,7 +46,6 @@ from shared.settings import NatsSettings, is_loopback
 
 app = typer.Typer(
     name="leadtime",
-    help="Routes each request for a language model to the endpoint that will answer it best, by learned latency.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -51,7 +53,22 @@ app = typer.Typer(
 )
 
 
-@app.command()
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"leadtime {importlib.metadata.version('leadtime')}")
+        raise typer.Exit
+
+
+@app.callback()
+def leadtime(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Routes each request for a language model to the endpoint that will answer it best, by learned latency."""
+
+
+@app.command(cls=Command)
 def demo(
     seconds: Annotated[
         float, typer.Option(min=5, max=600, help="Length of each of the three measured phases, in seconds.")
@@ -88,7 +105,7 @@ def demo(
     sys.exit(run(play))
 
 
-@app.command()
+@app.command(cls=Command)
 def up(
     endpoint: Annotated[
         list[str],
@@ -162,7 +179,7 @@ def up(
     sys.exit(run(serve))
 
 
-@app.command(name="evaluate")
+@app.command(name="evaluate", cls=Command)
 def evaluate_command(
     log: Annotated[
         list[Path],
@@ -192,18 +209,15 @@ def evaluate_command(
         raise typer.BadParameter(str(error), param_hint="LOG") from None
     for evaluation in evaluations:
         console.print(evaluate.report_of(evaluation), highlight=False, markup=False)
-        if evaluation.without_outcome:
-            console.print(f"{evaluation.without_outcome} decisions have no outcome in these files")
-        if evaluation.shed:
-            console.print(f"it would have shed {evaluation.shed:.1%} of them")
-        warned = {warning for verdict in evaluation.metrics.values() for warning in verdict.warnings}
-        for warning in sorted(warned):
-            console.print(f"warning: {warning}", style="yellow")
+        for remark in evaluate.remarks_of(evaluation):
+            console.print(remark, highlight=False, markup=False)
+        for warning in evaluate.warnings_of(evaluation):
+            console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False)
     if json_file is not None:
         json_file.write_text(json.dumps(evaluate.as_json(evaluations), indent=2), "utf-8")
 
 
-@app.command(name="samples")
+@app.command(name="samples", cls=Command)
 def samples_command(
     file: Annotated[Path, typer.Argument(help="Where to write them, one JSON object a line.")],
     pool: Annotated[str, typer.Option(help="Whose samples.")] = "default",
@@ -226,13 +240,13 @@ def samples_command(
 
     async def export() -> int:
         written = await export_samples(settings, pool, file)
-        console.print(f"{written} samples of pool {pool}", highlight=False, markup=False)
+        console.print(f"{counted(written, 'sample')} of pool {pool}", highlight=False, markup=False)
         return 0
 
     sys.exit(run(export))
 
 
-@app.command(name="replay")
+@app.command(name="replay", cls=Command)
 def replay_command(
     trace: Annotated[
         str,

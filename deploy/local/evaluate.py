@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from deploy.local.words import counted
 from services.router.offpolicy.estimate import Estimate
 from services.router.offpolicy.evaluation import Evaluation, Metric, evaluate_profile
 from services.router.offpolicy.log import LoggedDecision, LoggedOutcome, join, read_lines
@@ -69,10 +70,11 @@ def _plain(value: Any) -> Any:
 
 def report_of(evaluation: Evaluation) -> str:
     """One profile's estimates, a block a metric: no line is longer than a narrow terminal."""
-    lines = [f"{evaluation.profile}: {evaluation.decisions} decisions, agrees with {evaluation.agreed:.0%} of them"]
+    decisions = counted(evaluation.decisions, "decision")
+    lines = [f"{evaluation.profile}: {decisions}, agreement {evaluation.agreed:.0%}"]
     for metric, verdict in evaluation.metrics.items():
         carried = f"{verdict.effective_rows:.0f} effective, {verdict.covered:.0%} covered"
-        lines.append(f"  {metric.value}: {verdict.rows} rows, {carried}")
+        lines.append(f"  {metric.value}: {counted(verdict.rows, 'row')}, {carried}")
         estimates = (
             ("as logged", verdict.logged),
             ("estimate (DR)", verdict.dr),
@@ -82,6 +84,26 @@ def report_of(evaluation: Evaluation) -> str:
         digits = 3 if metric is Metric.GOODPUT else 1
         lines += [f"    {name:<13}  {_shown(estimate, digits)}" for name, estimate in estimates]
     return "\n".join(lines)
+
+
+def remarks_of(evaluation: Evaluation) -> list[str]:
+    """What isn't in the figures: decisions without an outcome, and those that would have been shed."""
+    remarks = []
+    if evaluation.without_outcome:
+        has = "has" if evaluation.without_outcome == 1 else "have"
+        remarks.append(f"{counted(evaluation.without_outcome, 'decision')} {has} no outcome in these files")
+    if evaluation.shed:
+        remarks.append(f"it would have shed {evaluation.shed:.1%} of all")
+    return remarks
+
+
+def warnings_of(evaluation: Evaluation) -> list[str]:
+    """Why not to believe which estimates: each warning once, with the metrics that it is of."""
+    metrics: dict[str, list[str]] = {}
+    for metric, verdict in evaluation.metrics.items():
+        for warning in verdict.warnings:
+            metrics.setdefault(warning, []).append(metric.value)
+    return [f"{', '.join(names)}: {warning}" for warning, names in metrics.items()]
 
 
 def _shown(estimate: Estimate, digits: int) -> str:

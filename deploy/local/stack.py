@@ -28,6 +28,7 @@ from deploy.local.ports import Ports
 from deploy.local.probes import PROBE_TIMEOUT_S, http_probe
 from deploy.local.processes import ChildError, Supervisor
 from deploy.local.run_dir import came_up
+from deploy.local.words import counted
 
 _STARTS: Final = 3
 _TAKEN: Final = ("address already in use", "can't listen on")
@@ -176,7 +177,7 @@ class Stack:
                 told = False
                 while under_way := await self._requests_under_way(admin):
                     if not told:
-                        self._report(f"{under_way} requests may go on for {self.config.drain_s:g} s")
+                        self._report(f"{counted(under_way, 'request')} may go on for {self.config.drain_s:g} s")
                         told = True
                     await asyncio.sleep(_DRAIN_POLL_S)
 

@@ -147,7 +147,12 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
 def where_lines(stack: Stack, findings: Sequence[Finding]) -> list[str]:
     """Where to send requests, and where to look."""
     at = stack.addresses
-    routers = at.router_urls
+    # Of one router the name says nothing.
+    routers = [
+        (url, f"  ({name})" if len(at.router_urls) > 1 else "")
+        for name, url in zip(stack.router_names, at.router_urls, strict=True)
+    ]
+    names = stack.router_names
     model = next((finding.models[0] for finding in findings if finding.models), "MODEL")
     body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     lines = [
@@ -155,14 +160,17 @@ def where_lines(stack: Stack, findings: Sequence[Finding]) -> list[str]:
         f"send requests to {at.gateway_url}/v1, for example:",
         f"  curl -N {at.gateway_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
         "and look at",
-        *(f"  endpoints as the router sees them   {url}/v1/endpoints" for url in routers),
-        *(f"  the newest decisions, and why       {url}/v1/decisions" for url in routers),
-        *(f"  counts by rung, bundles, error      {url}/v1/stats" for url in routers),
-        *(f"  its word from the other routers     {url}/v1/peers" for url in routers if len(routers) > 1),
+        *(f"  endpoints as the router sees them   {url}/v1/endpoints{which}" for url, which in routers),
+        *(f"  the newest decisions, and why       {url}/v1/decisions{which}" for url, which in routers),
+        *(f"  counts by rung, bundles, error      {url}/v1/stats{which}" for url, which in routers),
+        *(f"  its word from the other routers     {url}/v1/peers{which}" for url, which in routers if which),
         f"  the model                           {at.trainer_url}/v1/model",
         *(f"  the bundle that answers             {url}/v1/status" for url in at.predictor_urls),
-        f"/metrics and /readyz of               {at.router_url} (router)  {at.collector_url} (collector)",
-        *(f"                                      {url} (router)" for url in routers[1:]),
+        f"/metrics and /readyz of               {at.router_url} ({names[0]})  {at.collector_url} (collector)",
+        *(
+            f"                                      {url} ({name})"
+            for name, url in zip(names[1:], at.router_urls[1:], strict=True)
+        ),
         f"                                      {at.trainer_url} (trainer)"
         + "".join(f"  {url} (predictor)" for url in at.predictor_urls),
         f"Envoy's own                           {at.envoy_admin_url}/stats/prometheus",

@@ -50,7 +50,7 @@ class DecisionRecord:
             "rung": self.rung.value,
             "bundle_version": self.bundle_version,
             "low_confidence": self.bundle_version is not None and is_prior(self.bundle_version),
-            "propensity": self.decision.propensity,
+            "propensity": round(self.decision.propensity, 6),
             "decision_ms": round(self.decision_ms, 3),
             "queue_ms": round(self.queue_ms, 3),
             "listed": [self.addresses[i] for i in order],

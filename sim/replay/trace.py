@@ -313,7 +313,7 @@ def read_samples(path: Path, seed: int, count: int) -> Trace:
     share = cached / max(total, 1)
     notes = (
         f"{share:.0%} of the prompt tokens were cached when recorded; samples don't say with whom: all count as new",
-        f"{left_out} samples without an answer or token counts are left out",
+        f"samples without an answer or token counts, left out: {left_out}",
     )
     return _ordered(path.stem, requests, notes)
 

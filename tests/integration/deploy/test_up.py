@@ -134,7 +134,7 @@ async def test_a_stream_under_way_at_the_stop_has_its_grace(
                     async for part in response.content.iter_any():
                         if not got:
                             up.process.send_signal(signal.SIGTERM)
-                            await up.says("requests may go on")
+                            await up.says("may go on for")
                             # Refused, or reset where it was in the listener's queue as that closed.
                             with pytest.raises(aiohttp.ClientOSError):
                                 async with aiohttp.ClientSession() as later:

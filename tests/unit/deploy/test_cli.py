@@ -1,9 +1,11 @@
 """The command line: help, and arguments that can't work are refused before anything starts."""
 
+import importlib.metadata
 import json
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from deploy.local.cli import app
@@ -22,7 +24,27 @@ def test_help_names_both_commands() -> None:
     assert "up" in output
 
 
-@pytest.mark.parametrize("command", ["demo", "up", "replay", "evaluate"])
+def test_the_version_is_told() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.output) == (0, f"leadtime {importlib.metadata.version('leadtime')}\n")
+    assert "Usage" in run().output
+
+
+def test_no_number_of_any_command_is_refused_in_typers_words() -> None:
+    """Each option that has bounds, found by walking over the commands."""
+    refused = 0
+    for name, command in typer.main.get_command(app).commands.items():
+        for option in command.params:
+            if getattr(option, "min", None) is None:
+                continue
+            result = run(name, option.opts[0], "-1e9")
+            assert f"'{option.opts[0]}': found -1e9; allowed: " in result.output
+            assert f"{option.min}" in result.output
+            refused += 1
+    assert refused > 10
+
+
+@pytest.mark.parametrize("command", ["demo", "up", "replay", "evaluate", "samples"])
 def test_each_command_has_help(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -32,8 +54,11 @@ def test_each_command_has_help(command: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("demo", "--seconds", "1"), "--seconds"),
-        (("demo", "--rate", "61"), "--rate"),
+        (("demo", "--seconds", "1"), "'--seconds': found 1; allowed: 5 to 600"),
+        (("demo", "--seconds", "a while"), "'--seconds': found a while; allowed: a number, 5 to 600"),
+        (("demo", "--rate", "61"), "'--rate': found 61; allowed: 1 to 60"),
+        (("demo", "--seed", "1.5"), "'--seed': found 1.5; allowed: an integer, 0 to 1000000"),
+        (("replay", "A", "--slo-ttft-ms", "0"), "'--slo-ttft-ms': found 0; allowed: 1 or more"),
         (("demo", "--json", "/nowhere/at/all.json"), "no directory"),
         (("demo", "--json", "/"), "can't be written"),
         (("samples", "/nowhere/at/all.jsonl"), "no directory"),
@@ -150,3 +175,30 @@ def test_a_decision_log_is_evaluated(tmp_path: Path) -> None:
     assert (ours["profile"], other["profile"]) == ("leadtime", "own")
     assert ours["metrics"]["ttft_ms"]["difference"]["high"] < 0
     assert other["metrics"]["ttft_ms"]["difference"]["low"] < 0 < other["metrics"]["ttft_ms"]["difference"]["high"]
+
+
+def test_logs_of_several_routers_count_each_outcome_once_and_warnings_name_their_metrics(tmp_path: Path) -> None:
+    """Every router writes its own decisions, and all outcomes."""
+    lines = decision_log(40)
+    decisions, outcomes = lines[::2], lines[1::2]
+    logs = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for place, log in enumerate(logs):
+        log.write_bytes(b"".join([*decisions[place::2], *outcomes]))
+    together, alone = tmp_path / "together.json", tmp_path / "alone.json"
+    whole = tmp_path / "whole.jsonl"
+    whole.write_bytes(b"".join(lines))
+    result = run("evaluate", *map(str, logs), "--profile", "leadtime", "--json", str(together))
+    assert result.exit_code == 0
+    assert "leadtime: 40 decisions" in result.output
+    assert "warning: ttft_ms: the overlap is too thin" in result.output
+    run("evaluate", str(whole), "--profile", "leadtime", "--json", str(alone))
+    assert together.read_text() == alone.read_text()
+
+
+def test_one_decision_is_one(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_bytes(b"".join([*decision_log(2)[:3]]))
+    result = run("evaluate", str(log), "--profile", "random")
+    assert "2 decisions" in result.output
+    assert "ttft_ms: 1 row," in result.output
+    assert "1 decision has no outcome in these files" in result.output

@@ -16,7 +16,7 @@ def record(decision_id: str) -> DecisionRecord:
     scores = np.array([0.25, 1.0], np.float32)
     decision = Decision(
         order=(1, 0),
-        propensity=1.0,
+        propensity=1.0 - 0.9 + 0.7,
         profile="leadtime",
         used_fallback=False,
         alive=np.ones(2, np.bool_),
@@ -47,6 +47,7 @@ def test_a_decision_shows_its_candidates_best_first() -> None:
     assert best["prediction"] == {"ttft_p50": 20.0}
     assert best["scores"] == {"predicted-cost-scorer": 1.0, "total": 1.0}
     assert shown["outcome"] is None
+    assert shown["propensity"] == 0.8, "rounded for people: it is 0.7999999999999999"
 
 
 def test_the_end_of_a_request_without_a_sample_is_put_beside_its_decision() -> None:

@@ -112,7 +112,7 @@ def test_leadtimes_samples_are_read_and_their_lost_prefixes_told(tmp_path: Path)
     trace = load_trace(str(written(tmp_path / "t.jsonl", rows)), 1, 10)
     assert [request.arrival_ms for request in trace.requests] == [0.0, 200.0]
     assert "25%" in trace.notes[0]
-    assert trace.notes[1].startswith("1 samples")
+    assert trace.notes[1].endswith("left out: 1")
 
 
 @pytest.mark.parametrize(
