@@ -126,6 +126,14 @@ def test_a_service_starts_with_its_environment_and_the_secrets_of_the_setup(
     settings = load(SETTINGS[service])
     assert settings.http_token is not None
     assert settings.http_host == "0.0.0.0"
+    # Compose kills what hasn't ended by itself: a drain and what comes after it have to fit.
+    drain_s = {
+        "router": lambda: settings.lame_duck_s + settings.drain_s,
+        "collector": lambda: settings.drain_timeout_ms / 1e3,
+    }.get(service, lambda: 0.0)()
+    grace = compose["services"][service]["stop_grace_period"]
+    assert grace.endswith("s")
+    assert float(grace.removesuffix("s")) > drain_s + 5.0
 
 
 def test_every_variable_of_the_services_is_a_setting(compose):
