@@ -21,6 +21,8 @@ leave a request in prefill that isn't there, for as long as the endpoint is busy
 
 Each entry belongs to an endpoint's incarnation: `drop` empties an endpoint's lane when its process is another one.
 
+`lane.py` holds an endpoint's entries, `scrape_evidence.py` reads its counters.
+
 Limits: traffic of others is recognised by the server's request count and taken out in proportion; several engines
 behind one address, or a server that isn't first come first served, make (2) and (3) approximate. `bench/ledger.py`
 measures the distance from the exact ledger.
@@ -34,11 +36,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from services.router.state.lane import Entry, Lane
+from services.router.state.scrape_evidence import (
+    expect_first_token,
+    own_share,
+    pending_by_first_tokens,
+    pending_by_prompt_tokens,
+    remember_unheard,
+)
 from services.router.state.table import EndpointTable
 from services.router.state.vllm_metrics import EngineMetrics
 
-# Before anything is measured: 10,000 prompt tokens/s, between an 8B model on an H100 (60,000) and 70B on A100s (6,000).
-_DEFAULT_MS_PER_TOKEN: Final = 0.1
 _RATE_GAIN: Final = 0.1
 # Of the request whose turn it is, the ledger believes at most this share computed before its first token is certain.
 _HEAD_MOST: Final = 0.95
@@ -49,122 +57,12 @@ _OVERDUE_LEFT: Final = 0.05
 _EARLY_SHARE: Final = 0.5
 # Keeps the share of the work ahead that is left meaningful where that work is a handful of tokens.
 _AHEAD_FLOOR_TOKENS: Final = 64.0
-# Requests on the server beyond ours that are still put down to messages under way, not to traffic of others.
-_FOREIGN_SLACK: Final = 1.0
-_FOREIGN_SLACK_RATIO: Final = 0.1
 # An answer that ends before this share of its predicted TTFT, while nobody has seen its first token, is no answer.
 _PLAUSIBLE_SHARE: Final = 0.25
 # A request dispatched this recently may not have reached the server that was scraped.
 _UNDER_WAY_MS: Final = 50.0
-# A peer's word comes up to this late: for so long what a server counts too many may be a request not yet heard of.
-_HEARD_WITHIN_MS: Final = 500.0
 # Ids of entries that a reset dropped are remembered, so that their ends aren't counted as unknown.
 _MAX_DROPPED: Final = 8_192
-
-
-class Entry:
-    """One request between dispatch and end.
-
-    `due_ms`: when its first token is expected, from a prediction of `predicted_ttft_ms` made while `ahead_tokens`
-    (its own among them) stood before it. `confirmed`: its first token is certain, not only believed from the timer.
-    """
-
-    __slots__ = (
-        "ahead_tokens",
-        "confirmed",
-        "decision_id",
-        "decoding",
-        "dispatched_ms",
-        "due_ms",
-        "expected_output_tokens",
-        "first_ms",
-        "input_tokens",
-        "lane",
-        "predicted_ttft_ms",
-        "uncached_tokens",
-    )
-
-    def __init__(
-        self,
-        decision_id: str,
-        lane: "_Lane",
-        input_tokens: int,
-        uncached_tokens: int,
-        expected_output_tokens: float | None,
-        predicted_ttft_ms: float,
-        dispatched_ms: float,
-    ) -> None:
-        self.decision_id = decision_id
-        self.lane = lane
-        self.input_tokens = input_tokens
-        self.uncached_tokens = uncached_tokens
-        self.expected_output_tokens = expected_output_tokens
-        self.dispatched_ms = dispatched_ms
-        self.ahead_tokens = lane.pending_tokens + uncached_tokens
-        self.predicted_ttft_ms = predicted_ttft_ms
-        self.due_ms = dispatched_ms + predicted_ttft_ms
-        self.first_ms = 0
-        self.decoding = False
-        self.confirmed = False
-
-
-class _Lane:
-    """One endpoint's entries in order of dispatch, and their sums (integers: float sums would drift)."""
-
-    __slots__ = (
-        "armed",
-        "armed_ms",
-        "decode_input_tokens",
-        "decode_since_sum_ms",
-        "decoding",
-        "expected_first_tokens",
-        "finished_prompt_tokens",
-        "first_tokens",
-        "head_free_ms",
-        "ms_per_token",
-        "pending",
-        "pending_input_tokens",
-        "pending_tokens",
-        "prompt_carry",
-        "prompt_tokens",
-        "scraped_ms",
-        "slot",
-        "unconfirmed",
-        "unheard",
-        "unheard_ms",
-        "unheard_pending",
-    )
-
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-        self.pending: OrderedDict[str, Entry] = OrderedDict()
-        self.unconfirmed: OrderedDict[str, Entry] = OrderedDict()
-        """In order of dispatch: those whose first token isn't certain. Holds all of `pending`."""
-        self.pending_tokens = 0
-        self.pending_input_tokens = 0
-        self.decoding = 0
-        self.decode_input_tokens = 0
-        self.decode_since_sum_ms = 0
-        self.ms_per_token = _DEFAULT_MS_PER_TOKEN
-        # When the server turned to the request at the head: the last one left prefill then.
-        self.head_free_ms = -math.inf
-        self.armed: Entry | None = None
-        self.armed_ms = 0.0
-        # What the last scrape said, and what the server's first-token counter will show once nothing is in prefill.
-        self.first_tokens: float | None = None
-        self.expected_first_tokens = 0.0
-        self.scraped_ms = -math.inf
-        # What the server counted beyond what was known to have been dispatched, first tokens and waiting, and when.
-        self.unheard = 0
-        self.unheard_pending = 0
-        self.unheard_ms = -math.inf
-        self.prompt_tokens: float | None = None
-        self.prompt_carry = 0.0
-        self.finished_prompt_tokens = 0
-
-    @property
-    def in_flight(self) -> int:
-        return len(self.pending) + self.decoding
 
 
 @dataclass(slots=True)
@@ -195,11 +93,11 @@ class Ledger:
         self._table = table
         self._max_age_ms = max_age_ms
         self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, Lane] = {}
         self._timers: list[tuple[float, int, Entry]] = []
         self._sequence = 0
         self._dropped: OrderedDict[str, None] = OrderedDict()
-        self._held_back: dict[int, _Lane] | None = None
+        self._held_back: dict[int, Lane] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -325,7 +223,7 @@ class Ledger:
     ) -> None:
         lane = self._lanes.get(slot)
         if lane is None:
-            lane = self._lanes[slot] = _Lane(slot)
+            lane = self._lanes[slot] = Lane(slot)
         uncached = round(uncached_tokens)
         if predicted_ttft_ms is None or not predicted_ttft_ms >= 0.0:  # NaN too: it would jam the timers
             predicted_ttft_ms = (lane.pending_tokens + uncached) * lane.ms_per_token
@@ -337,28 +235,9 @@ class Ledger:
         lane.unconfirmed[decision_id] = entry
         lane.pending_tokens += entry.uncached_tokens
         lane.pending_input_tokens += entry.input_tokens
-        if self._expect_first_token(lane, entry):
+        if expect_first_token(lane, entry):
             self._confirm(entry, min(entry.due_ms, lane.scraped_ms))
         self._publish(lane)
-
-    @staticmethod
-    def _expect_first_token(lane: _Lane, entry: Entry) -> bool:
-        """True where it has been counted already. A scrape may have counted an entry that is heard of later, but was
-        dispatched before: expected once more, it would leave one request too many in prefill from then on.
-        """
-        if entry.dispatched_ms < lane.scraped_ms:
-            if lane.scraped_ms - lane.unheard_ms <= _HEARD_WITHIN_MS:
-                if lane.unheard:
-                    lane.unheard -= 1
-                    return True
-                if lane.unheard_pending:
-                    lane.unheard_pending -= 1
-                    return False
-            # Long before it, as a joining router hears it: what was too many then was put down to others.
-            elif entry.dispatched_ms < lane.scraped_ms - _HEARD_WITHIN_MS and entry.due_ms <= lane.scraped_ms:
-                return True
-        lane.expected_first_tokens += 1
-        return False
 
     def in_prefill(self, decision_id: str) -> bool:
         """Whether it is in, and believed not to have had its first token."""
@@ -454,15 +333,15 @@ class Ledger:
         """Bring the endpoint's lane in line with what its server said at `now_ms`, unless it has said more since."""
         lane = self._lanes.get(slot)
         if lane is None:
-            lane = self._lanes[slot] = _Lane(slot)
+            lane = self._lanes[slot] = Lane(slot)
         if now_ms < lane.scraped_ms:
             return
         lane.scraped_ms = now_ms
-        share = self._own_share(lane, metrics)
+        share = own_share(lane, metrics)
         waiting = math.floor((metrics.waiting_requests or 0.0) * share)
-        pending = self._pending_by_first_tokens(lane, metrics, share)
+        pending = pending_by_first_tokens(lane, metrics, share)
         if pending is None:
-            pending = self._pending_by_prompt_tokens(lane, metrics, share)
+            pending = pending_by_prompt_tokens(lane, metrics, share)
         counted = pending
         if metrics.waiting_requests == 0 and metrics.running_requests == 0:
             # Nothing is on the server: what isn't under way to it has had its first token.
@@ -473,59 +352,11 @@ class Ledger:
             pending = min(max(pending, waiting, 0), len(lane.unconfirmed))
             lane.expected_first_tokens = (lane.first_tokens or 0.0) + pending
             if counted is not None:
-                self._remember_unheard(lane, max(-counted, 0), max(pending - max(counted, 0), 0), now_ms)
+                remember_unheard(lane, max(-counted, 0), max(pending - max(counted, 0), 0), now_ms)
             self._set_pending(lane, pending, now_ms)
         self._publish(lane)
 
-    @staticmethod
-    def _remember_unheard(lane: _Lane, first_tokens: int, pending: int, now_ms: float) -> None:
-        if now_ms - lane.unheard_ms > _HEARD_WITHIN_MS:
-            lane.unheard = lane.unheard_pending = 0
-        if first_tokens or pending:
-            lane.unheard += first_tokens
-            lane.unheard_pending += pending
-            lane.unheard_ms = now_ms
-
-    @staticmethod
-    def _own_share(lane: _Lane, metrics: EngineMetrics) -> float:
-        """Which part of the requests on the server is ours."""
-        present = (metrics.waiting_requests or 0.0) + (metrics.running_requests or 0.0)
-        own = lane.in_flight
-        if present <= own + _FOREIGN_SLACK + _FOREIGN_SLACK_RATIO * own:
-            return 1.0
-        return own / present
-
-    @staticmethod
-    def _pending_by_first_tokens(lane: _Lane, metrics: EngineMetrics, share: float) -> int | None:
-        seen, last = metrics.first_tokens, lane.first_tokens
-        lane.first_tokens = seen
-        if seen is None:
-            return None
-        if last is None or seen < last:  # the first scrape of this process: the timer's belief is the base
-            lane.expected_first_tokens = seen + len(lane.pending)
-            return None
-        lane.expected_first_tokens += (seen - last) * (1.0 - share)
-        return round(lane.expected_first_tokens - seen)
-
-    @staticmethod
-    def _pending_by_prompt_tokens(lane: _Lane, metrics: EngineMetrics, share: float) -> int | None:
-        seen, last = metrics.prompt_tokens, lane.prompt_tokens
-        finished, lane.finished_prompt_tokens = lane.finished_prompt_tokens, 0
-        lane.prompt_tokens = seen
-        if metrics.first_tokens is not None or seen is None or last is None or seen < last:
-            return None
-        tokens = lane.prompt_carry + (seen - last) * share - finished
-        passed, size = 0, 1
-        for entry in lane.unconfirmed.values():
-            size = max(entry.input_tokens, 1)
-            if tokens < size / 2:  # lengths are estimates: the nearest whole number of requests
-                break
-            tokens -= size
-            passed += 1
-        lane.prompt_carry = min(max(tokens, -size / 2), size / 2)
-        return len(lane.unconfirmed) - passed
-
-    def _set_pending(self, lane: _Lane, pending: int, now_ms: float) -> None:
+    def _set_pending(self, lane: Lane, pending: int, now_ms: float) -> None:
         """Make exactly the youngest `pending` unconfirmed entries those in prefill."""
         shift_ms = 0.0
         for _ in range(len(lane.unconfirmed) - pending):
@@ -541,7 +372,7 @@ class Ledger:
         if shift_ms:
             self._shift(lane, shift_ms, now_ms)
 
-    def _raise_pending(self, lane: _Lane, waiting: int, now_ms: float) -> None:
+    def _raise_pending(self, lane: Lane, waiting: int, now_ms: float) -> None:
         """The server has more waiting than we believe in prefill: the timers ran too fast for the youngest."""
         if len(lane.pending) >= waiting:
             return
@@ -561,7 +392,7 @@ class Ledger:
         return entry.predicted_ttft_ms * share * _OVERDUE_LEFT
 
     @staticmethod
-    def _shift(lane: _Lane, shift_ms: float, now_ms: float) -> None:
+    def _shift(lane: Lane, shift_ms: float, now_ms: float) -> None:
         """All in prefill are due so much later (or earlier) than believed: they wait for one another."""
         if shift_ms < 0:
             shift_ms *= _EARLY_SHARE
@@ -570,7 +401,7 @@ class Ledger:
 
     # --- moves --------------------------------------------------------------------------------------------------
 
-    def _arm(self, lane: _Lane, not_before_ms: float) -> None:
+    def _arm(self, lane: Lane, not_before_ms: float) -> None:
         """One timer a lane, for the request at its head."""
         head = next(iter(lane.pending.values()))
         due_ms = max(head.due_ms, not_before_ms)
@@ -651,7 +482,7 @@ class Ledger:
                 if self._lanes.get(lane.slot, lane) is lane:  # else another process is there by now
                     self._publish(lane)
 
-    def _publish(self, lane: _Lane, not_before_ms: float = -math.inf) -> None:
+    def _publish(self, lane: Lane, not_before_ms: float = -math.inf) -> None:
         if self._held_back is not None:
             self._held_back[lane.slot] = lane
             return
