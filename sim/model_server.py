@@ -1,4 +1,4 @@
-"""One simulated server: HTTP requests to engine requests, engine tokens to response bytes.
+"""One simulated server: HTTP requests to engine requests, engine tokens to answers (`answer.py`).
 
 The edge between `http_edge` (connections), `openai_api` (dialect) and `real_time` (the engine's clockwork). Per
 streamed token it does one table look-up for the text and joins three byte strings that were prepared per request;
@@ -18,16 +18,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from sim.answer import Answer, Choice
 from sim.engine import Engine, EngineRequest, FinishReason, RequestState, StepResult
 from sim.exposition import VllmMetrics
-from sim.http_edge import JSON_TYPE, DateClock, Exchange, HttpProtocol, HttpRequest, ListenError
+from sim.http_edge import DateClock, Exchange, HttpProtocol, HttpRequest, ListenError
 from sim.kv_events import KvEventPublisher
 from sim.openai_api import (
     DONE_EVENT,
     AnswerHead,
     ApiError,
     Generation,
-    TokenCounts,
     error_body,
     models_document,
     parse_chat,
@@ -38,58 +38,10 @@ from sim.spec import Faults, ServerSpec
 from sim.tokens import WORDS, GeneratedText, block_chain, fingerprint, token_count
 
 VLLM_VERSION: Final = "0.32.0"
-_EVENT_STREAM: Final = b"text/event-stream; charset=utf-8"
 _METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
-_CHUNKED: Final = b"transfer-encoding: chunked\r\n"
-_GZIP: Final = b"content-encoding: gzip\r\n"
 _GZIP_WBITS: Final = 31
 _CLOSING_TURNS: Final = 100
 _WORD_MASK: Final = len(WORDS) - 1
-
-
-class _Choice:
-    """One prompt of one answer: its engine request, and what its next token event is made of."""
-
-    __slots__ = ("answer", "event_head", "event_tail", "index", "sent", "start", "state", "stride", "text")
-
-    def __init__(self, answer: "_Answer", index: int, text: GeneratedText) -> None:
-        self.answer = answer
-        self.index = index
-        self.text = text
-        self.start = text.start
-        self.stride = text.stride
-        self.sent = 0
-        self.state: RequestState | None = None
-        self.event_head = b""
-        self.event_tail = b""
-
-
-class _Answer:
-    """The answer to one generation request, from accept to its last byte."""
-
-    __slots__ = (
-        "cached_tokens", "choices", "chunked", "compressor", "exchange", "generation", "head", "held", "open_choices",
-        "parts", "reset_after", "started", "timer", "tokens",
-    )  # fmt: skip
-
-    def __init__(self, exchange: Exchange, generation: Generation, head: AnswerHead) -> None:
-        self.exchange = exchange
-        self.generation = generation
-        self.head = head
-        self.choices: list[_Choice] = []
-        self.open_choices = len(generation.prompts)
-        self.tokens = 0
-        self.chunked = True
-        self.compressor: Any = None
-        self.reset_after: int | None = None
-        self.started = False
-        self.held = False
-        self.timer: asyncio.TimerHandle | None = None
-        self.parts: list[bytes] = []
-
-    def frame(self, event: bytes) -> bytes:
-        """An event as it goes on the wire, unless a compressor frames it later."""
-        return b"%x\r\n%b\r\n" % (len(event), event) if self.chunked and self.compressor is None else event
 
 
 @dataclass(slots=True)
@@ -222,8 +174,8 @@ class ModelServer:
         self._runner = RealTimeEngine(self._engine, self._loop, self._on_step, self._on_flush)
         self._started_unix_s = time.time()
         self._metrics = VllmMetrics(self.spec.models[0], self._limits, self._started_unix_s)
-        self._answers_by_request: dict[str, _Choice] = {}
-        self._touched: list[_Answer] = []
+        self._answers_by_request: dict[str, Choice] = {}
+        self._touched: list[Answer] = []
         self._request_ids = itertools.count()
         self._counts = _Counts()
         self._base = self._engine.metrics()
@@ -344,13 +296,13 @@ class ModelServer:
         exchange.respond(status, error_body(status, "InternalServerError", "a fault set on this simulated server"))
         return True
 
-    def _new_answer(self, exchange: Exchange, generation: Generation, model: str) -> _Answer:
+    def _new_answer(self, exchange: Exchange, generation: Generation, model: str) -> Answer:
         number = next(self._request_ids)
         prefix = "chatcmpl" if generation.chat else "cmpl"
         answer_id = f"{prefix}-{self.spec.name}-{int(self._started_unix_s * 1000):x}-{number:x}"
-        return _Answer(exchange, generation, AnswerHead(generation.chat, answer_id, int(time.time()), model))
+        return Answer(exchange, generation, AnswerHead(generation.chat, answer_id, int(time.time()), model))
 
-    def _prepare_transfer(self, answer: _Answer, request: HttpRequest) -> None:
+    def _prepare_transfer(self, answer: Answer, request: HttpRequest) -> None:
         """Framing, compression and the faults of the way back."""
         answer.chunked = not request.is_http10
         if request.is_http10:
@@ -363,7 +315,7 @@ class ModelServer:
         if self.spec.slow_headers_ms:
             answer.held = True
 
-    def _submit(self, answer: _Answer) -> None:
+    def _submit(self, answer: Answer) -> None:
         """Hand all prompts to the engine, or none."""
         generation = answer.generation
         salt = f"{answer.head.model}\0".encode() + generation.cache_salt
@@ -373,7 +325,7 @@ class ModelServer:
             text = GeneratedText.of(bits)
             request = self._engine_request(f"{answer.head.answer_id}-{index}", generation, prompt, bits, text, salt)
             requests.append(request)
-            answer.choices.append(_Choice(answer, index, text))
+            answer.choices.append(Choice(answer, index, text))
         for request, choice in zip(requests, answer.choices, strict=True):
             choice.state = self._runner.submit(request)
             self._answers_by_request[request.request_id] = choice
@@ -445,12 +397,12 @@ class ModelServer:
                 word = WORDS[(choice.start + sent * choice.stride) & _WORD_MASK]
                 answer.parts.append(b"%b%b%b" % (choice.event_head, word, choice.event_tail))
 
-    def _first_token(self, choice: _Choice) -> None:
+    def _first_token(self, choice: Choice) -> None:
         answer = choice.answer
         if answer.generation.chat and not self.spec.role_chunk_first:
             answer.parts.append(answer.frame(answer.head.role_event(choice.index)))
 
-    def _last_token(self, choice: _Choice, state: RequestState) -> None:
+    def _last_token(self, choice: Choice, state: RequestState) -> None:
         answer = choice.answer
         del self._answers_by_request[state.request.request_id]
         answer.open_choices -= 1
@@ -466,16 +418,10 @@ class ModelServer:
         choice.sent += 1
         if answer.open_choices == 0:
             if answer.generation.include_usage or self.spec.force_usage:
-                answer.parts.append(answer.frame(answer.head.usage_event(self._usage(answer))))
+                answer.parts.append(
+                    answer.frame(answer.head.usage_event(answer.usage(cached_tokens=self.spec.cached_tokens_in_usage)))
+                )
             answer.parts.append(answer.frame(DONE_EVENT))
-
-    def _usage(self, answer: _Answer) -> TokenCounts:
-        states = [choice.state for choice in answer.choices if choice.state is not None]
-        return TokenCounts(
-            sum(state.request.prompt_tokens for state in states),
-            sum(state.generated_tokens for state in states),
-            sum(state.cached_tokens for state in states) if self.spec.cached_tokens_in_usage else None,
-        )
 
     def _on_flush(self) -> None:
         touched = self._touched
@@ -483,57 +429,19 @@ class ModelServer:
         for answer in touched:
             self._flush(answer)
 
-    def _release(self, answer: _Answer) -> None:
+    def _release(self, answer: Answer) -> None:
         answer.held = False
         self._flush(answer)
 
-    def _flush(self, answer: _Answer) -> None:
-        """Send what has gathered, the head before the first of it; end the answer when all choices are complete."""
-        if answer.held:
-            return
-        if not answer.generation.stream:
-            if answer.open_choices == 0 and not answer.started:
-                answer.started = True
-                self._send_document(answer)
-            return
-        parts = answer.parts
-        if not parts:
-            return
-        answer.parts = []
-        last = answer.open_choices == 0
-        if answer.compressor is not None:
-            data = answer.compressor.compress(b"".join(parts))
-            data += answer.compressor.flush(zlib.Z_FINISH if last else zlib.Z_SYNC_FLUSH)
-            parts = [b"%x\r\n%b\r\n" % (len(data), data) if answer.chunked else data]
-        if last and answer.chunked:
-            parts.append(b"0\r\n\r\n")
-        if not answer.started:
-            answer.started = True
-            more = (_CHUNKED if answer.chunked else b"") + (_GZIP if answer.compressor is not None else b"")
-            parts.insert(0, answer.exchange.head(200, _EVENT_STREAM, more))
-        answer.exchange.write(parts[0] if len(parts) == 1 else b"".join(parts))
-        if last:
+    def _flush(self, answer: Answer) -> None:
+        if answer.flush(cached_tokens=self.spec.cached_tokens_in_usage):
             self._counts.finished += 1
-            answer.exchange.end()
 
-    def _send_document(self, answer: _Answer) -> None:
-        choices = [
-            (choice.text.tokens(choice.state.generated_tokens), choice.state.request.finish_reason.value)
-            for choice in answer.choices
-            if choice.state is not None
-        ]
-        body = answer.head.document(choices, self._usage(answer))
-        self._counts.finished += 1
-        if answer.compressor is not None:
-            answer.exchange.respond(200, answer.compressor.compress(body) + answer.compressor.flush(), JSON_TYPE, _GZIP)
-        else:
-            answer.exchange.respond(200, body)
-
-    def _disconnected(self, answer: _Answer) -> None:
+    def _disconnected(self, answer: Answer) -> None:
         self._counts.disconnected += 1
         self._drop(answer)
 
-    def _reset(self, answer: _Answer) -> None:
+    def _reset(self, answer: Answer) -> None:
         if answer.exchange.closed:
             return
         self._counts.faulted += 1
@@ -543,7 +451,7 @@ class ModelServer:
         self._drop(answer)
         answer.exchange.reset()
 
-    def _drop(self, answer: _Answer) -> None:
+    def _drop(self, answer: Answer) -> None:
         """Take an unfinished answer's requests out of the engine."""
         if answer.timer is not None:
             answer.timer.cancel()
