@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from deploy.local.chaos.report import failures, table
+from deploy.local.chaos.stage import run_chaos
 from deploy.local.chaos.storm import ROUTERS, storms, stuck
-from deploy.local.chaos.suite import LONG, SHORT, all_faults, run_chaos
+from deploy.local.chaos.suite import LONG, SHORT, all_faults
 from deploy.local.output_file import output_file
 from deploy.local.run_dir import new_run_dir
 

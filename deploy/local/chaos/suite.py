@@ -18,39 +18,27 @@ Limits: what the clock of Envoy, NATS and Redis does isn't played; the disk is f
 """
 
 import asyncio
-import contextlib
-import os
-import random
 import resource
 import signal
-import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import aiohttp
-import nats
-from nats.js.errors import NotFoundError
 
 from deploy.local.chaos import bundles
 from deploy.local.chaos.harm import Clock, Link
 from deploy.local.chaos.load import Fate, Load, Receipts
 from deploy.local.chaos.report import quantile
-from deploy.local.layout import StackConfig, http_url
-from deploy.local.ports import LOOPBACK, Ports
+from deploy.local.chaos.stored import Stored
 from deploy.local.probes import tcp_probe
-from deploy.local.processes import Child, ChildSpec, Supervisor
+from deploy.local.processes import Child, Supervisor
 from deploy.local.stack import Stack
-from shared.names import DEDUP_HEADER, SAMPLES_STREAM
-from shared.samples import decode_sample
-from sim.spec import ProcessSpec, ServerSpec
 
 MODEL: Final = "chaos-model"
 ENDPOINTS: Final = 3
-ROUTERS: Final = 3
 _LOOK_S: Final = 0.1
 # A decision, a batch to the others and an answer's last bytes are under way for so long.
 _LEEWAY_BEFORE_S: Final = 0.25
@@ -132,11 +120,7 @@ class Suite:
         )
         self._harmed = "endpoint-1"
         self._looks = Looks()
-        self._stored: Counter[str] = Counter()
-        self._judge = bundles.Judge()
-        self._judged: Counter[bundles.Verdict] = Counter()
-        self._told_doubled: set[str] = set()
-        self._read_up_to = 0
+        self._stored = Stored(at.nats_url)
         self._ledger_faults = 0
 
     async def run(self, faults: Sequence[Fault], say: Callable[[str], None]) -> dict[str, Any]:
@@ -147,7 +131,7 @@ class Suite:
                 self._load.run(),
                 self._receipts.run(),
                 self._look_at_ledgers(),
-                bundles.watch(self._judge, self.stack.addresses.redis_url, self.stack.config.pool),
+                bundles.watch(self._stored.judge, self.stack.addresses.redis_url, self.stack.config.pool),
             )
         ]
         results = []
@@ -182,7 +166,7 @@ class Suite:
     async def _play(self, fault: Fault, usual_ms: float | None) -> dict[str, Any]:
         began_s = time.monotonic()
         acknowledged = len(self._receipts.acknowledged)
-        judged = self._judged.copy()
+        judged = self._stored.judged.copy()
         if fault.of_endpoint:
             self._harmed = await self._busiest_endpoint()
         await fault.act(self)
@@ -195,15 +179,14 @@ class Suite:
         emptied = await self._emptied() if ended else None
         fates = self._fates(began_s)
         acknowledged_now = set(self._receipts.acknowledged)
-        lost = await self._lost(acknowledged_now)
-        doubled = {decision_id for decision_id, count in self._stored.items() if count > 1} - self._told_doubled
-        self._told_doubled |= doubled
+        lost = await self._stored.lost(acknowledged_now, within_s=_SETTLED_WITHIN_S)
+        doubled = self._stored.newly_doubled()
         failed = [fate for fate in fates if not fate.ok]
         theirs = [fate for fate in failed if fault.of_endpoint and is_the_endpoints(fate, self._harmed)]
         ours = [fate for fate in failed if fate not in theirs]
         stuck = await self._quiet(self) if self._quiet is not None else []
         await self._check_ledgers()
-        added = self._p99_ms(fates)
+        added, now = self._p99_ms(fates), self._stored.judged
         result = {
             "fault": fault.name,
             "requests": len(fates),
@@ -216,9 +199,9 @@ class Suite:
             "samples_acknowledged": len(acknowledged_now) - acknowledged,
             "samples_lost": len(lost),
             "samples_doubled": len(doubled),
-            "predictions_checked": self._judged[bundles.Verdict.AGREES] - judged[bundles.Verdict.AGREES],
-            "bundles_mixed": self._judged[bundles.Verdict.MIXED] - judged[bundles.Verdict.MIXED],
-            "predictions_unexplained": self._judged[bundles.Verdict.UNEXPLAINED] - judged[bundles.Verdict.UNEXPLAINED],
+            "predictions_checked": now[bundles.Verdict.AGREES] - judged[bundles.Verdict.AGREES],
+            "bundles_mixed": now[bundles.Verdict.MIXED] - judged[bundles.Verdict.MIXED],
+            "predictions_unexplained": now[bundles.Verdict.UNEXPLAINED] - judged[bundles.Verdict.UNEXPLAINED],
             "stuck": stuck,
             "served_by": dict(sorted(Counter(fate.served_by or "nobody" for fate in fates).items())),
             "seconds": round(time.monotonic() - began_s, 1),
@@ -282,30 +265,6 @@ class Suite:
 
     # --- samples ------------------------------------------------------------------------------------------------
 
-    async def _lost(self, acknowledged: set[str]) -> set[str]:
-        """Acknowledged samples that don't come up in the stream, though they are given time."""
-        until_s = time.monotonic() + _SETTLED_WITHIN_S
-        while True:
-            await self._read_stream()
-            missing = acknowledged - self._stored.keys()
-            if not missing or time.monotonic() > until_s:
-                return missing
-            await asyncio.sleep(0.2)
-
-    async def _read_stream(self) -> None:
-        client = await nats.connect(self.stack.addresses.nats_url, connect_timeout=5, max_reconnect_attempts=10)
-        try:
-            js = client.jetstream()
-            last = (await js.stream_info(SAMPLES_STREAM)).state.last_seq
-            for sequence in range(self._read_up_to + 1, last + 1):
-                with contextlib.suppress(NotFoundError):
-                    message = await js.get_msg(SAMPLES_STREAM, sequence)
-                    self._stored[(message.headers or {}).get(DEDUP_HEADER, f"without id {sequence}")] += 1
-                    self._judged[self._judge.judge(decode_sample(message.data or b""))] += 1
-            self._read_up_to = last
-        finally:
-            await client.close()
-
     async def _trained(self) -> dict[str, Any]:
         """What the trainer has seen of the stream since its last start, once it has caught up."""
         self._load.going = self._receipts.going = False
@@ -313,7 +272,7 @@ class Suite:
         await asyncio.sleep(1.0)  # a post under way and the last entries: what is counted twice must stand still
         until_s = time.monotonic() + 20.0
         while True:
-            await self._read_stream()
+            await self._stored.read()
             url = self.stack.addresses.trainer_url
             taken = sum(
                 [
@@ -324,15 +283,15 @@ class Suite:
             rejected = await self.metric(url, "leadtime_trainer_samples_rejected_total") or 0
             doubles = await self.metric(url, 'leadtime_trainer_samples_rejected_total{reason="duplicate"}') or 0
             seen = taken + int(rejected - doubles)
-            if seen >= self._read_up_to or time.monotonic() > until_s:
+            if seen >= self._stored.up_to or time.monotonic() > until_s:
                 return {
                     "acknowledged": len(self._receipts.acknowledged),
                     "refused_for_now": self._receipts.refused,
-                    "in_stream": self._read_up_to,
+                    "in_stream": self._stored.up_to,
                     "trained": taken,
                     "seen_by_trainer": seen,
-                    "not_seen_by_trainer": max(0, self._read_up_to - seen),
-                    "trained_twice": max(0, taken - self._read_up_to),
+                    "not_seen_by_trainer": max(0, self._stored.up_to - seen),
+                    "trained_twice": max(0, taken - self._stored.up_to),
                 }
             await asyncio.sleep(0.3)
 
@@ -505,77 +464,3 @@ def _on(act: Callable[[Suite, str], Awaitable[None]], part: str) -> Callable[[Su
         await act(suite, part)
 
     return on_part
-
-
-@contextlib.asynccontextmanager
-async def endpoints(run_dir: Path, ports: Ports) -> AsyncIterator[tuple[Supervisor, tuple[str, ...]]]:
-    """Model servers, a process each, so that one can die alone; where they listen."""
-    children, urls = [], []
-    for number in range(1, ENDPOINTS + 1):
-        name, port = f"endpoint-{number}", ports.reserve()
-        server = ServerSpec(name=name, port=port, models=(MODEL,), speed=1.0, seed=number, force_usage=True)
-        file = run_dir / f"{name}.json"
-        file.write_text(ProcessSpec(servers=(server,), control_port=0).model_dump_json())
-        ports.release(port)
-        command = (sys.executable, "-P", "-m", "sim.server", "--spec", str(file))
-        children.append((ChildSpec(name=name, command=command), tcp_probe(port)))
-        urls.append(http_url(port))
-    async with Supervisor(run_dir, dict(os.environ)) as supervisor:
-        await supervisor.start(children)
-        yield supervisor, tuple(urls)
-
-
-async def run_chaos(
-    run_dir: Path,
-    faults: Sequence[Fault],
-    pace: Pace,
-    *,
-    say: Callable[[str], None],
-    rng: random.Random,
-    routers: int = ROUTERS,
-    quiet: Callable[[Suite], Awaitable[list[str]]] | None = None,
-) -> dict[str, Any]:
-    """Start everything, play the faults, stop everything. `quiet`: asked after each what has stuck."""
-    clock = Clock(run_dir / "clock")
-    started_s = time.monotonic()
-    stack: Stack | None = None
-    link = Link(lambda: stack.addresses.nats if stack else 0)
-    async with contextlib.AsyncExitStack() as open_until_end:
-        servers, urls = await open_until_end.enter_async_context(endpoints(run_dir, Ports(rng)))
-        await open_until_end.enter_async_context(link.open())
-        shifted = clock.environment
-        services = [
-            *(f"router-{n}" for n in range(1, routers + 1)),
-            "collector",
-            "trainer",
-            "predictor-1",
-            "predictor-2",
-        ]
-        overrides: dict[str, dict[str, str]] = {name: dict(shifted) for name in services}
-        overrides["router-3"]["LEADTIME_NATS_SERVERS"] = f"nats://{LOOPBACK}:{link.port}"
-        stack = Stack(
-            StackConfig(
-                run_dir=run_dir,
-                endpoints=urls,
-                routers=routers,
-                predictors=2,
-                environment={
-                    **os.environ,
-                    "LEADTIME_ROUTER_LEDGER_CHECKS": "true",
-                    "LEADTIME_TRAINER_RETRAIN_INTERVAL_MS": "3000",
-                },
-                overrides=overrides,
-                state_dir=run_dir / "state",
-            ),
-            rng=rng,
-            report=say,
-        )
-        await open_until_end.enter_async_context(stack)
-        http = await open_until_end.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar())
-        )
-        suite = Suite(stack, servers, link, clock, replace(pace), http, quiet)
-        await suite.answers("router")
-        await suite.answers("endpoint")
-        result = await suite.run(faults, say)
-    return {**result, "seconds": round(time.monotonic() - started_s, 1)}
