@@ -9,7 +9,7 @@ from pydantic_settings import SettingsConfigDict
 from services.router.alias_file import alias_table
 from services.router.discovery.endpoints import parse_endpoints, parse_ports
 from services.router.discovery.file import load_listing
-from services.router.discovery.kube_client import SERVICE_ACCOUNT, KubeConfig, check_files
+from services.router.discovery.kube_client import SERVICE_ACCOUNT
 from services.router.objectives_file import read_objectives
 from services.router.predict.client import parse_urls
 from services.router.request.aliases import ModelAliases
@@ -167,12 +167,6 @@ class RouterSettings(ServiceSettings):
         if file is not None:
             load_listing(file)
         return file
-
-    @model_validator(mode="after")
-    def _known_to_kubernetes(self) -> Self:
-        if self.kubernetes_pool or self.kubernetes_selector:
-            check_files(KubeConfig(self.kubernetes_api, self.kubernetes_token_file, self.kubernetes_ca_file))
-        return self
 
     @field_validator("predictors")
     @classmethod

@@ -1,5 +1,6 @@
 """A path that can't be used stops the start of its service with the setting's name, of every setting that is a path."""
 
+import random
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pydantic_settings import BaseSettings
 from services.collector.settings import CollectorSettings
 from services.collector.spool import open_spool
 from services.predictor.settings import PredictorSettings
+from services.router.discovery.build import sources
 from services.router.main import _credentials
 from services.router.offpolicy.log_file import DecisionLogFile
 from services.router.policies import Policies, PolicySettings
@@ -23,12 +25,20 @@ from shared.settings import NatsSettings, RedisSettings, ServiceSettings, load
 from tests.certificates import Authority
 
 SERVICES = (RouterSettings, CollectorSettings, TrainerSettings, PredictorSettings)
+
+
+def _sources(found: Any) -> object:
+    return sources(found, SystemClock(), CollectorRegistry(), random.Random(1))
+
+
 # What a service does with a path only while it is built.
 OPENED: dict[str, Callable[[Any], object]] = {
     "LEADTIME_ROUTER_DECISION_LOG": lambda found: DecisionLogFile(found.decision_log, 10**6, CollectorRegistry()),
     "LEADTIME_ROUTER_PROFILE_FILE": lambda found: Policies(
         PolicySettings(profile_file=found.profile_file), CollectorRegistry(), SystemClock()
     ),
+    "LEADTIME_ROUTER_KUBERNETES_TOKEN_FILE": _sources,
+    "LEADTIME_ROUTER_KUBERNETES_CA_FILE": _sources,
     "LEADTIME_ROUTER_TLS_CERT_FILE": _credentials,
     "LEADTIME_ROUTER_TLS_KEY_FILE": _credentials,
     "LEADTIME_ROUTER_TLS_CLIENT_CA_FILE": _credentials,
@@ -98,6 +108,7 @@ def test_what_is_around_the_wrong_path_is_right(service: type[ServiceSettings], 
     found = load(service)
     if isinstance(found, RouterSettings):
         _credentials(found)
+        _sources(found)
 
 
 @pytest.mark.parametrize(("service", "variable", "wrong"), CASES)

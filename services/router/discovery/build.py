@@ -10,7 +10,7 @@ from services.router.director import Director
 from services.router.discovery.endpoints import Lookup, parse_endpoints, parse_ports
 from services.router.discovery.file import FileSource
 from services.router.discovery.follow import Source
-from services.router.discovery.kube_client import KubeConfig
+from services.router.discovery.kube_client import KubeConfig, check_files
 from services.router.discovery.kube_objects import PoolSpec
 from services.router.discovery.kubernetes import KubernetesOptions, KubernetesSource, Rules, own_namespace
 from services.router.discovery.names import Dns, NamesConfig, NamesSource
@@ -19,12 +19,16 @@ from services.router.request.aliases import ModelAliases
 from services.router.request.objectives import Objective, Objectives
 from services.router.settings import RouterSettings
 from shared.clock import Clock
+from shared.errors import ConfigurationError, FieldError
 
 
 def sources(
     settings: RouterSettings, clock: Clock, registry: CollectorRegistry, rng: random.Random
 ) -> tuple[list[Source], KubernetesSource | None]:
-    """Every source, first the one whose word counts most; and Kubernetes, where it is one of them."""
+    """Every source, first the one whose word counts most; and Kubernetes, where it is one of them.
+
+    Raises ConfigurationError where what a pod has to have isn't there: its namespace, token or certificates.
+    """
     specs = parse_endpoints(settings.endpoints)
     found: list[Source] = []
     if specs:
@@ -37,6 +41,11 @@ def sources(
         found.append(FileSource(settings.endpoints_file, clock=clock, registry=registry))
     if not settings.kubernetes_pool and not settings.kubernetes_selector:
         return found, None
+    api = KubeConfig(settings.kubernetes_api, settings.kubernetes_token_file, settings.kubernetes_ca_file)
+    try:
+        check_files(api)
+    except FieldError as error:
+        raise ConfigurationError(str(error)) from None
     fixed = PoolSpec(settings.kubernetes_selector, parse_ports(settings.kubernetes_ports))
     kubernetes = KubernetesSource(
         KubernetesOptions(
@@ -45,11 +54,7 @@ def sources(
             fixed=None if settings.kubernetes_pool else fixed,
             hardware_label=settings.kubernetes_hardware_label,
         ),
-        KubeConfig(
-            url=settings.kubernetes_api,
-            token_file=settings.kubernetes_token_file,
-            ca_file=settings.kubernetes_ca_file,
-        ),
+        api,
         clock=clock,
         registry=registry,
         rng=rng,
