@@ -7,12 +7,15 @@ plain NATS subject: for people who look at a decision, and to teach nothing.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
 from shared.errors import FieldError
 from shared.faults import of_message
 from shared.samples import TEXT_LIMITS, LatencySample
+
+MAX_ATTEMPTS: Final = 1_000
 
 
 class Reason(StrEnum):
@@ -63,13 +66,14 @@ class Verdict:
 class Unsampled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a decided request ended that made no sample. `status`: the client's, 0 where it left before there was one.
 
-    `endpoint`: the one that answered, None where none did or nobody says.
+    `endpoint`: the one that answered, or was tried last; None where nobody says. `attempts`: how many were tried.
     """
 
     decision_id: str
     reason: Reason
     status: int = 0
     endpoint: str | None = None
+    attempts: int = 1
 
 
 _encoder = msgspec.json.Encoder()
@@ -91,6 +95,8 @@ def decode_unsampled(data: bytes) -> Unsampled:
     for name, text in (("decision_id", end.decision_id), ("endpoint", "-" if end.endpoint is None else end.endpoint)):
         if not 0 < len(text) <= TEXT_LIMITS[name]:
             raise FieldError(f"unsampled.{name}", f"text of {len(text)} characters", f"1 to {TEXT_LIMITS[name]}")
+    if not 1 <= end.attempts <= MAX_ATTEMPTS:
+        raise FieldError("unsampled.attempts", str(end.attempts), f"1 to {MAX_ATTEMPTS}")
     if not 0 <= end.status <= 999:
         raise FieldError("unsampled.status", str(end.status), "0 to 999")
     return end

@@ -31,7 +31,7 @@ from shared.samples import (
     completed_sample,
     decode_decision,
 )
-from shared.verdicts import Note, Reason, Unsampled, Verdict
+from shared.verdicts import MAX_ATTEMPTS, Note, Reason, Unsampled, Verdict
 
 DECISION_ID_PATTERN: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """A decision id stands in a NATS header."""
@@ -96,7 +96,11 @@ def unsampled(entry: AccessLogEntry, reason: Reason) -> Unsampled | None:
     except FieldError:
         return None
     return Unsampled(
-        decision_id=decision.decision_id, reason=reason, status=entry.status, endpoint=entry.upstream_address
+        decision_id=decision.decision_id,
+        reason=reason,
+        status=entry.status,
+        endpoint=entry.upstream_address,
+        attempts=min(entry.attempts, MAX_ATTEMPTS),
     )
 
 

@@ -417,11 +417,22 @@ class Director:
         if self._state.observe_served(decision_id, address, now_ms, predicted_ttft_ms=predicted):
             self._metrics.passed_over()
 
+    def answered(self, decision_id: str, address: str, status: int) -> None:
+        """An endpoint's answer begins."""
+        self._state.observe_answer(decision_id, address, status, self._clock.monotonic_ms())
+
     def observe_end(self, end: Unsampled) -> None:
         """A request has ended without a sample."""
         if end.endpoint is not None:
             self.served(end.decision_id, end.endpoint)
-        self._state.observe_end(end.decision_id, self._clock.monotonic_ms())
+        self._state.observe_end(
+            end.decision_id,
+            self._clock.monotonic_ms(),
+            endpoint=None if end.reason is Reason.SHED else end.endpoint,
+            status=end.status,
+            reached=end.reason is not Reason.NO_ENDPOINT,
+            retried=end.attempts > 1,
+        )
         self.decisions.observe(end)
         failure = failure_of(end)
         if failure is not None and self._to_log is not None:

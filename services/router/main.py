@@ -6,6 +6,7 @@ import datetime as dt
 import random
 import secrets
 from collections.abc import AsyncIterator, Coroutine
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -40,6 +41,7 @@ from services.router.settings import RouterSettings
 from services.router.sharing.bus import LedgerBus
 from services.router.sharing.share import LedgerShare
 from services.router.state.exposition import EndpointCollector
+from services.router.state.health import Change, Event, HealthConfig
 from services.router.state.kv_listener import KvListener, KvListenerConfig
 from services.router.state.pool import PoolConfig, PoolState
 from services.router.state.scraper import ScrapeConfig, Scraper
@@ -48,6 +50,7 @@ from shared.errors import ConfigurationError, FieldError
 from shared.lifecycle import Readiness, background, run, serve_http
 from shared.prior import PriorModel
 from shared.redis_connection import connect
+from shared.telemetry import seconds
 
 _FIRST_ENDPOINT_S: Final = 2.0
 _TICK_S: Final = 0.1
@@ -84,7 +87,12 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
         PoolConfig(scrape_limit_ms=settings.scrape_stale_ms, max_candidates=settings.max_candidates),
         salt=salt,
         tokens=TokenEstimator(),
+        health=HealthConfig(
+            max_set_aside_share=settings.max_set_aside_share, longest_ms=settings.max_set_aside_s * 1e3
+        ),
+        rng=rng,
     )
+    state.on_health = partial(_tell_health, log, clock)
     registry.register(EndpointCollector(state, clock))
     listed, kubernetes = sources(settings, clock, registry, rng)
     discovery = Discovery(state, listed, clock=clock, registry=registry, readiness=readiness)
@@ -175,6 +183,23 @@ async def build(settings: RouterSettings, stop: asyncio.Event) -> None:
                 await extproc.stop(settings.drain_s, lame_duck_s=settings.lame_duck_s)
                 if bus is not None:
                     await bus.leave()
+
+
+def _tell_health(log: Any, clock: Clock, addresses: tuple[str, ...], change: Change) -> None:
+    """One line for each change: operators ask why an endpoint gets nothing."""
+    match change.event:
+        case Event.SET_ASIDE | Event.PROBE_FAILED:
+            log.warning(
+                "endpoint set aside",
+                endpoint=addresses[0],
+                reason=change.kind,
+                tried=change.event is Event.PROBE_FAILED,
+                seconds=round(seconds(change.held_until_ms - clock.monotonic_ms()), 1),
+            )
+        case Event.RETURNED:
+            log.info("endpoint in use again", endpoint=addresses[0])
+        case Event.SPARED:
+            log.warning("too many endpoints fail: none is set aside", endpoints=list(addresses))
 
 
 def _sharing(

@@ -126,6 +126,10 @@ class RouterSettings(ServiceSettings):
     """Key of the prefix hashes, the same for all routers of a pool; random without one, and prefixes aren't shared."""
     max_candidates: Annotated[int, Field(ge=0, le=65_536)] = MAX_CANDIDATES
     """How many endpoints of a larger pool one decision looks at: the best by ledger and prefix; 0: all."""
+    max_set_aside_share: Annotated[float, Field(ge=0, le=0.5)] = 0.5
+    """Of the pool: how many endpoints may be set aside since requests to them fail (one at least, of two); 0: none."""
+    max_set_aside_s: Annotated[float, Field(ge=2, le=3_600)] = 60.0
+    """The longest time between two requests that try such an endpoint."""
     scrape_timeout_ms: PositiveMs = 1_000.0
     scrape_stale_ms: PositiveMs = 5_000.0
     """Older scraped values count as unknown."""

@@ -21,6 +21,9 @@ class FakeDirector:
     def response_observer(self, decision_id: str) -> ResponseObserver | None:
         return None
 
+    def answered(self, decision_id: str, address: str, status: int) -> None:
+        """Nothing is counted."""
+
     def served(self, decision_id: str, address: str) -> None:
         pass
 

@@ -63,6 +63,10 @@ class Director(Protocol):
         """Envoy says which endpoint answers this request."""
         ...
 
+    def answered(self, decision_id: str, address: str, status: int) -> None:
+        """And with which status."""
+        ...
+
     def finished(self, decision_id: str, *, completed: bool) -> None: ...
 
     def rejected(self, reason: RejectReason) -> None: ...
@@ -241,6 +245,7 @@ class ExtProcServer:
                 case ResponseHead():
                     if effect.served is not None and run.decision_id is not None:
                         self._director.served(run.decision_id, effect.served)
+                        self._director.answered(run.decision_id, effect.served, effect.status)
                     if effect.body_shown and run.decision_id is not None:
                         run.observer = self._director.response_observer(run.decision_id)
                     if run.observer is not None:

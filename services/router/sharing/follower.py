@@ -93,7 +93,7 @@ class Follower:
                 self._take_move(peer, move, now_ms)
             self._take_firsts(peer, batch.firsts, now_ms)
             for end in batch.ended:
-                self.count_out(peer, end.decision_id, now_ms, completed=end.completed)
+                self.count_out(peer, end.decision_id, now_ms, completed=end.completed, failed=end.failed)
         for probe in batch.probed:
             self._probes.take(peer, probe, now_ms)
         peer.sequence = batch.sequence
@@ -151,13 +151,13 @@ class Follower:
             if entry.address == address and entry.decision_id not in peer.counted:
                 self._into_ledger(peer, entry, now_ms)
 
-    def count_out(self, peer: Peer, decision_id: str, now_ms: float, *, completed: bool) -> None:
+    def count_out(self, peer: Peer, decision_id: str, now_ms: float, *, completed: bool, failed: bool = False) -> None:
         """A peer's request is over; an end that comes twice, or after it was given up, is counted and nothing else."""
         if not peer.remove(decision_id):
             self._counts.late += 1
         elif decision_id in peer.counted:
             peer.counted.remove(decision_id)
-            self._pool.count_out(decision_id, now_ms, completed=completed)
+            self._pool.count_out(decision_id, now_ms, completed=completed, failed=failed)
 
     # --- what is missing ----------------------------------------------------------------------------------------
 

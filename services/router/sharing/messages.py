@@ -41,10 +41,13 @@ class Added(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A request is over; `completed`: its answer came to its end."""
+    """A request is over; `completed`: its answer came to its end. `failed`: its endpoint's status was seen, and is an
+    error's.
+    """
 
     decision_id: str
     completed: bool
+    failed: bool = False
 
 
 class First(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -179,9 +179,9 @@ class LedgerShare:
         """Another endpoint serves it."""
         self._telling.moved(decision_id, address, predicted_ttft_ms, now_ms)
 
-    def ended(self, decision_id: str, *, completed: bool) -> None:
+    def ended(self, decision_id: str, *, completed: bool, failed: bool = False) -> None:
         """It is over."""
-        self._telling.ended(decision_id, completed=completed)
+        self._telling.ended(decision_id, completed=completed, failed=failed)
 
     def outcome(self, decision_id: str, *, completed: bool, now_ms: float) -> None:
         """The bus says what became of a request: the end of one whose router can't say so any more."""

@@ -128,14 +128,14 @@ class Telling:
             self._new_moved.append(Moved(decision_id, address, predicted_ttft_ms, now_ms))
             self._on_pending()
 
-    def ended(self, decision_id: str, *, completed: bool) -> None:
+    def ended(self, decision_id: str, *, completed: bool, failed: bool = False) -> None:
         """It is over."""
         if self.requests.pop(decision_id, None) is None:
             return
         self._firsts.pop(decision_id, None)
         self.digest = (self.digest - checksum(decision_id)) & DIGEST_MASK
         if self._listened:
-            self._new_ended.append(Ended(decision_id, completed))
+            self._new_ended.append(Ended(decision_id, completed, failed))
             self._on_pending()
 
     def probed(self, probe: Probed) -> None:

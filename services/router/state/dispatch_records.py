@@ -16,7 +16,7 @@ class DispatchRecord:
     """One dispatched request.
 
     `passed_over`: another endpoint served it than the one that it was dispatched to, the first in the list. `own`: this
-    router dispatched it, no peer.
+    router dispatched it, no peer. `judged`: that it failed was counted against its endpoint already.
     """
 
     address: str
@@ -32,6 +32,7 @@ class DispatchRecord:
     dispatched_ms: float
     backlog_tokens: float
     passed_over: bool = False
+    judged: bool = False
     finished_ms: float | None = None
 
 

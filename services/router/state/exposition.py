@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from services.router.state.health import Standing
 from services.router.state.pool import PoolState
 from shared.clock import Clock
 from shared.telemetry import seconds
@@ -31,6 +32,7 @@ class EndpointCollector(Collector):
         pending = _gauge("pending_uncached_tokens", "Uncached tokens of those believed to be in prefill.")
         ready = _gauge("endpoint_ready", "1 for an endpoint that requests are sent to.")
         age = _gauge("scrape_age_seconds", "Age of the newest scrape of the endpoint.")
+        aside = _gauge("endpoint_set_aside", "1 for an endpoint that is set aside, or tried, since requests failed.")
         blocks = _gauge("prefix_blocks", "Blocks that the prefix index holds for the endpoint.")
         for status in self._pool.endpoints(self._clock.monotonic_ms()):
             label = [status.address]
@@ -39,6 +41,7 @@ class EndpointCollector(Collector):
             foreign.add_metric(label, status.foreign_requests)
             pending.add_metric(label, status.pending_uncached_tokens)
             ready.add_metric(label, status.ready and not status.retired)
+            aside.add_metric(label, status.health.standing != Standing.IN_USE)
             blocks.add_metric(label, status.prefix_blocks)
             if status.scrape_age_ms is not None:
                 age.add_metric(label, seconds(status.scrape_age_ms))
@@ -47,7 +50,17 @@ class EndpointCollector(Collector):
         )
         for event, count in asdict(self._pool.ledger.counts).items():
             events.add_metric([event], count)
-        yield from (requests, tokens, foreign, pending, ready, age, blocks, events)
+        failures = CounterMetricFamily(
+            "leadtime_router_endpoint_failures", "Requests for whose failure an endpoint is to blame.", labels=["kind"]
+        )
+        for kind, count in self._pool.health.failures.items():
+            failures.add_metric([kind.value], count)
+        changes = CounterMetricFamily(
+            "leadtime_router_endpoint_health_events", "Endpoints set aside, tried and back in use.", labels=["event"]
+        )
+        for change, count in self._pool.health.events.items():
+            changes.add_metric([change.value], count)
+        yield from (requests, tokens, foreign, pending, ready, aside, age, blocks, events, failures, changes)
 
 
 def _gauge(name: str, text: str) -> GaugeMetricFamily:

@@ -32,8 +32,8 @@ class Journal(Protocol):
         """Another endpoint serves it than the one it was dispatched to."""
         ...
 
-    def ended(self, decision_id: str, *, completed: bool) -> None:
-        """It is over, whether or not the ledger still had it."""
+    def ended(self, decision_id: str, *, completed: bool, failed: bool = False) -> None:
+        """It is over, whether or not the ledger still had it. `failed`: counted against its endpoint already."""
         ...
 
     def outcome(self, decision_id: str, *, completed: bool, now_ms: float) -> None:

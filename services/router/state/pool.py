@@ -2,8 +2,8 @@
 
 The director asks for a `snapshot`, counts its choice in with `dispatch` and out with `finish`; the scraper and
 discovery report what they see; finished requests come back through `observe_outcome` and teach bytes per token, step
-times, the timer's pace and how much of a prefix cache is really there. Nothing here waits, and nothing grows without
-bound.
+times, the timer's pace and how much of a prefix cache is really there. What failed at an endpoint counts against it
+(`health.py`). Nothing here waits, and nothing grows without bound.
 
 Where routers share what they know, a `Journal` is told what happens here, and what peers dispatched is counted in with
 `count_in` and out with `count_out`: a decision sees their requests as its own.
@@ -11,6 +11,7 @@ Where routers share what they know, a `Journal` is told what happens here, and w
 Limits: one event loop.
 """
 
+import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +24,7 @@ from services.router.state.cache_book import CacheBook, TextChange
 from services.router.state.cache_room import CacheRoom
 from services.router.state.dispatch_records import DispatchRecord, DispatchRecords
 from services.router.state.foreign import ForeignRequests
+from services.router.state.health import Change, EndpointHealth, FailureKind, HealthConfig, failure_of_status
 from services.router.state.journal import Journal
 from services.router.state.kv_events import KvEvent
 from services.router.state.ledger import Ledger
@@ -41,6 +43,9 @@ _NOTHING_MATCHED: Final = np.zeros(0, np.float32)
 # An event may be on its way a little longer than the end of its request, or be stamped earlier.
 _EVENT_SLACK_MS: Final = 100.0
 _FAILED_UPSTREAM: Final = frozenset({Outcome.UPSTREAM_ERROR, Outcome.UPSTREAM_RESET, Outcome.TIMEOUT})
+_SERVER_ERROR: Final = 500
+# How many failures in a row have an endpoint's health asked at once.
+_DOUBTED_AT: Final = range(2, 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +69,22 @@ class PoolConfig:
 class PoolState:
     """See the module. `tokens` is the estimator that requests are parsed with."""
 
-    def __init__(self, config: PoolConfig, *, salt: bytes, tokens: TokenEstimator) -> None:
-        """`salt`: secret of the prefix hashes, the same in all routers that share state."""
+    def __init__(
+        self,
+        config: PoolConfig,
+        *,
+        salt: bytes,
+        tokens: TokenEstimator,
+        health: HealthConfig | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`salt`: secret of the prefix hashes, the same in all routers that share state. `rng`: for jitter."""
         self.tokens = tokens
-        self.table = EndpointTable(scrape_limit_ms=config.scrape_limit_ms, max_candidates=config.max_candidates)
+        health = health or HealthConfig()
+        self.table = EndpointTable(
+            scrape_limit_ms=config.scrape_limit_ms, max_candidates=config.max_candidates, may_be_held=health.allowed
+        )
+        self.health = EndpointHealth(health, rng or random.Random(1), self._usable_slots)  # noqa: S311 - jitter
         self.ledger = Ledger(self.table, max_age_ms=config.max_request_age_ms)
         self.prefixes = PrefixIndex(
             BlockHasher(salt, block_bytes=config.prefix_block_bytes, max_blocks=config.prefix_max_blocks),
@@ -83,6 +100,8 @@ class PoolState:
         """Called with an endpoint's address when a request comes to it while it has none."""
         self.on_endpoints_changed: Callable[[], None] | None = None
         """Called when an endpoint was added, retired or removed."""
+        self.on_health: Callable[[tuple[str, ...], Change], None] | None = None
+        """Called with addresses when they were set aside, or are in use again."""
         self.journal: Journal | None = None
         self._block_bytes = config.prefix_block_bytes
         self._learned_output_tokens: Mapping[str, float] = {}
@@ -213,6 +232,8 @@ class PoolState:
         )
         self._records.add(decision_id, record, match)
         self.prefixes.insert(match.names, slot)
+        if self.health.case(slot) is not None:
+            self._follow_health(slot, self.health.dispatched(slot, decision_id, dispatched_ms), dispatched_ms)
         return True
 
     def observe_served(
@@ -295,10 +316,15 @@ class PoolState:
             own=False,
         )
 
-    def count_out(self, decision_id: str, now_ms: float, *, completed: bool) -> bool:
-        """Another router's request is over. False (counted) if it isn't in the ledger."""
+    def count_out(self, decision_id: str, now_ms: float, *, completed: bool, failed: bool = False) -> bool:
+        """Another router's request is over; it `failed` where that router has seen so. False (counted) if it isn't in
+        the ledger.
+        """
         slot = self.ledger.slot_of(decision_id)
+        if failed and slot is not None and (endpoint := self.table.at(slot)) is not None:
+            self.observe_answer(decision_id, endpoint.address, _SERVER_ERROR, now_ms)
         removed = self.ledger.remove(decision_id, now_ms, completed=completed)
+        self._end_trial(decision_id, now_ms)
         if slot is not None:
             self._forget_if_empty(slot)
         return removed
@@ -326,8 +352,9 @@ class PoolState:
             record.finished_ms = now_ms
             if uncomputed:
                 self._take_back(decision_id, record)
+        self._end_trial(decision_id, now_ms)
         if self.journal is not None:
-            self.journal.ended(decision_id, completed=completed)
+            self.journal.ended(decision_id, completed=completed, failed=record is not None and record.judged)
         if slot is not None:
             self._forget_if_empty(slot)
         return removed
@@ -361,6 +388,9 @@ class PoolState:
         served = self.table.get(sample.endpoint)
         if self.journal is not None:
             self.journal.outcome(sample.decision_id, completed=sample.outcome is Outcome.OK, now_ms=now_ms)
+        # Where the response passed through here, nobody knows whether another endpoint served after a failure.
+        retried = sample.attempts > 1 and sample.e2e_ms is not None
+        self._judge(record, sample.endpoint, *_blame(sample), now_ms, retried=retried)
         if sample.outcome in _FAILED_UPSTREAM:
             self.doubt(sample.endpoint)
         if sample.outcome is not Outcome.OK or served is None:
@@ -382,11 +412,92 @@ class PoolState:
         elif sample.cached_tokens is not None and record.alone:
             self._learn_cache(served, record, sample.cached_tokens)
 
-    def observe_end(self, decision_id: str, now_ms: float) -> None:
-        """A finished request of which there is nothing to learn."""
-        self._records.settle(decision_id)
+    def observe_end(
+        self,
+        decision_id: str,
+        now_ms: float,
+        *,
+        endpoint: str | None = None,
+        status: int = 0,
+        reached: bool = True,
+        retried: bool = False,
+    ) -> None:
+        """A finished request of which there is nothing to learn but how it ended.
+
+        `endpoint`: the one that answered, or that was tried last and not `reached`; None where nobody says. `retried`:
+        others were tried before it.
+        """
+        failure = failure_of_status(status) if reached else FailureKind.UNREACHABLE
+        if failure is not None and (failed := self._records.get(decision_id)) is not None:
+            self._take_back(decision_id, failed)
+        record = self._records.settle(decision_id)
+        self._judge(record, endpoint, 200 <= status < 300, failure, now_ms, retried=retried)
         if self.journal is not None:
             self.journal.outcome(decision_id, completed=False, now_ms=now_ms)
+
+    def observe_answer(self, decision_id: str, address: str, status: int, now_ms: float) -> None:
+        """A response's headers pass, from an endpoint: where it is to blame for them, that counts at once."""
+        failure = failure_of_status(status)
+        record = self._records.get(decision_id)
+        if failure is None or record is None or record.judged:
+            return
+        self._judge(record, address, False, failure, now_ms)
+        record.judged = True
+
+    def _judge(
+        self,
+        record: DispatchRecord | None,
+        address: str | None,
+        answered: bool,
+        failure: FailureKind | None,
+        now_ms: float,
+        *,
+        retried: bool = False,
+    ) -> None:
+        """Count a request for or against its endpoint. `record`: of its dispatch, None where nothing is left of it."""
+        if retried and record is not None and record.address != address:
+            self._count(record, record.address, FailureKind.RETRIED, now_ms)
+        judged = record is not None and record.judged
+        if address is not None and not judged and (answered or failure is not None):
+            self._count(record, address, failure, now_ms)
+
+    def _count(self, record: DispatchRecord | None, address: str, failure: FailureKind | None, now_ms: float) -> None:
+        endpoint = self.table.get(address)
+        if endpoint is None:
+            return
+        slot = endpoint.slot
+        if record is not None and record.slot == slot and record.incarnations != endpoint.incarnations:
+            return  # of the process before
+        if failure is None and self.health.case(slot) is None:
+            return
+        sent_ms = None if record is None else record.dispatched_ms
+        self._follow_health(slot, self.health.observe(slot, failure, now_ms, dispatched_ms=sent_ms), now_ms)
+        # A dead engine says so itself. Not at each failure: one prompt may fail at all endpoints.
+        if failure is FailureKind.ERROR and self.health.in_a_row(slot) in _DOUBTED_AT:
+            self.doubt(address)
+
+    def _end_trial(self, decision_id: str, now_ms: float) -> None:
+        if not self.health.watching:
+            return
+        record = self._records.get(decision_id)
+        first = None if record is None else self.table.get(record.address)
+        if first is not None and self.health.ended(first.slot, decision_id, now_ms):
+            self._follow_health(first.slot, None, now_ms)
+
+    def _follow_health(self, slot: int, change: Change | None, now_ms: float) -> None:
+        """Who may be sent requests, by what has just been learned of one endpoint."""
+        for number in {slot, *(change.slots if change is not None else ())}:
+            case = self.health.case(number)
+            if case is not None and case.since_ms is not None:
+                self.table.hold(number, self.health.held_until_ms(number, now_ms))
+            elif change is not None and number in change.slots:
+                self.table.release(number, now_ms)
+        if change is not None and self.on_health is not None:
+            endpoints = (self.table.at(number) for number in change.slots)
+            self.on_health(tuple(endpoint.address for endpoint in endpoints if endpoint is not None), change)
+
+    def _usable_slots(self) -> list[int]:
+        return [endpoint.slot for endpoint in self.table if endpoint.ready and not endpoint.retired]
 
     def doubt(self, address: str) -> None:
         """Somebody has seen an endpoint otherwise than we do: whoever probes is to ask it now."""
@@ -494,6 +605,7 @@ class PoolState:
         self.cache_book.forget(endpoint.slot)
         self._room.forget(endpoint.slot)
         self._foreign.forget(endpoint.slot)
+        self.health.forget(endpoint.slot)
 
     # --- the scraper's part -------------------------------------------------------------------------------------
 
@@ -590,6 +702,20 @@ class PoolState:
         """Every endpoint, ready or not, for the admin pages."""
         self.advance(now_ms)
         return [
-            status_of(endpoint, self.table, self.ledger, self.prefixes, self.cache_book, self._foreign, now_ms)
+            status_of(
+                endpoint, self.table, self.ledger, self.prefixes, self.cache_book, self._foreign, self.health, now_ms
+            )
             for endpoint in self.table
         ]
+
+
+def _blame(sample: LatencySample) -> tuple[bool, FailureKind | None]:
+    """Whether the endpoint that served a request answered it well, and what it is to blame for.
+
+    Neither, where a client left, or where time ran out after the answer's headers: the client may not have read on.
+    """
+    if sample.outcome is Outcome.UPSTREAM_RESET:
+        return False, FailureKind.RESET
+    if sample.outcome is Outcome.TIMEOUT and sample.status >= _SERVER_ERROR:
+        return False, FailureKind.TIMEOUT
+    return sample.outcome is Outcome.OK, None

@@ -4,10 +4,27 @@ from dataclasses import dataclass
 
 from services.router.state.cache_book import CacheBook
 from services.router.state.foreign import ForeignRequests
+from services.router.state.health import EndpointHealth, Standing
 from services.router.state.ledger import Ledger
 from services.router.state.prefix_index import PrefixIndex
 from services.router.state.table import Endpoint, EndpointTable
 from shared.features import HARDWARE_CLASSES
+
+
+@dataclass(frozen=True, slots=True)
+class HealthStatus:
+    """What came of requests to it: see `health.py`. `failures`: by kind, since it or its process came.
+
+    `set_aside_ms`: for how long it hasn't been in use; `tried_in_ms`: until it is sent a request again, 0 while it is
+    tried. Both None, as is `reason`, the last failure's kind, while it is in use.
+    """
+
+    standing: str
+    failures: dict[str, int]
+    failures_in_a_row: int
+    set_aside_ms: float | None
+    tried_in_ms: float | None
+    reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +56,7 @@ class EndpointStatus:
     prefix_blocks: int
     prefix_capacity_blocks: int
     tells_of_its_cache: bool
+    health: HealthStatus
 
 
 def status_of(
@@ -48,6 +66,7 @@ def status_of(
     prefixes: PrefixIndex,
     cache_book: CacheBook,
     foreign: ForeignRequests,
+    health: EndpointHealth,
     now_ms: float,
 ) -> EndpointStatus:
     """What is known of an endpoint at this instant."""
@@ -81,4 +100,20 @@ def status_of(
         prefix_blocks=prefixes.held_blocks(slot),
         prefix_capacity_blocks=prefixes.capacity(slot),
         tells_of_its_cache=cache_book.live(slot),
+        health=_health(slot, health, now_ms),
+    )
+
+
+def _health(slot: int, health: EndpointHealth, now_ms: float) -> HealthStatus:
+    case = health.case(slot)
+    if case is None:
+        return HealthStatus(Standing.IN_USE.value, {}, 0, None, None, None)
+    aside = case.since_ms is not None
+    return HealthStatus(
+        case.standing(now_ms).value,
+        {kind.value: count for kind, count in case.counts.items()},
+        case.in_a_row,
+        None if case.since_ms is None else now_ms - case.since_ms,
+        max(0.0, case.until_ms - now_ms) if aside else None,
+        case.reason.value if aside and case.reason is not None else None,
     )

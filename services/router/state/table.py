@@ -8,14 +8,14 @@ Lifecycle: `add` → not ready → `set_ready` → candidate → `retire` (gone 
 `remove`. A retired endpoint that comes back before its last request ends goes on with all it had.
 
 An endpoint that was ready before and is again (or has a new process) ramps up; one that only prefills or encodes is no
-candidate for a whole request.
+candidate for a whole request; one that is held back (`health.py`) is none until an instant, unless that left too few.
 
 Limits: one event loop. An endpoint whose model list is unknown counts as serving a model only where nobody is known to
 serve it; a model is "not found" only when every endpoint has told its list.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -128,11 +128,20 @@ class EndpointTable:
     """The endpoints by slot and by address. Slots of removed endpoints are used again."""
 
     def __init__(
-        self, *, scrape_limit_ms: float = 5_000.0, capacity: int = 16, max_candidates: int = MAX_CANDIDATES
+        self,
+        *,
+        scrape_limit_ms: float = 5_000.0,
+        capacity: int = 16,
+        max_candidates: int = MAX_CANDIDATES,
+        may_be_held: Callable[[int], int] = lambda _: 0,
     ) -> None:
         """`scrape_limit_ms`: scraped values older than this count as unknown. `max_candidates`: of one decision, found
-        by `shortlist`; 0: all.
+        by `shortlist`; 0: all. `may_be_held`: how many of so many endpoints `hold` may keep from a decision.
         """
+        self._may_be_held = may_be_held
+        self._held: set[int] = set()
+        self._held_until = np.full(capacity, -_NEVER_MS)
+        """By slot: from when on it is a candidate, monotonic ms."""
         self.max_candidates = max_candidates
         self._turn = 0
         self._noise = np.random.default_rng(1).random(1, np.float32)
@@ -166,6 +175,8 @@ class EndpointTable:
         self._values[:, slot] = _EMPTY_VALUES[:, 0]
         self._instants[:, slot] = _EMPTY_INSTANTS[:, 0]
         self._prefilled.pop(slot, None)
+        self._held.discard(slot)
+        self._held_until[slot] = -_NEVER_MS
 
     @property
     def capacity(self) -> int:
@@ -228,6 +239,7 @@ class EndpointTable:
         old = self.capacity
         self._values = np.hstack([self._values, np.tile(_EMPTY_VALUES, (1, old))])
         self._instants = np.hstack([self._instants, np.tile(_EMPTY_INSTANTS, (1, old))])
+        self._held_until = np.append(self._held_until, np.full(old, -_NEVER_MS))
         self._free = list(range(2 * old - 1, old - 1, -1))
         self._bind()
 
@@ -258,6 +270,17 @@ class EndpointTable:
         self._blank(endpoint.slot)
         self._values[_Value.HARDWARE_CLASS, endpoint.slot] = endpoint.hardware_class
         self._groups.clear()
+
+    def hold(self, slot: int, until_ms: float) -> None:
+        """No candidate until an instant, and none for requests of which nothing is learned until `release`."""
+        self._held.add(slot)
+        self._held_until[slot] = until_ms
+
+    def release(self, slot: int, now_ms: float) -> None:
+        """It is a candidate as any other again, once it has ramped up."""
+        self._held.discard(slot)
+        self._held_until[slot] = -_NEVER_MS
+        self._ramps[slot] = now_ms
 
     # --- cells --------------------------------------------------------------------------------------------------
 
@@ -363,6 +386,8 @@ class EndpointTable:
         `subset`: `ip:port` or bare `ip`; None is everyone. Raises NoEndpoint or ModelNotFound.
         """
         group = self._groups.get((model, subset)) or self._group(model, subset)
+        if self._held:
+            group = self._without_held(group, now_ms)
         if self._ramps:
             group = self._without_ramping(group, now_ms)
         if 0 < self.max_candidates < len(group.addresses):
@@ -372,7 +397,17 @@ class EndpointTable:
     def everyone(self, subset: frozenset[str] | None, now_ms: float) -> Candidates:
         """The ready endpoints in the subset hint, whatever they serve, for an empty prompt. Raises NoEndpoint."""
         group = self._groups.get((None, subset)) or self._group(None, subset)
+        if self._held:
+            group = self._without_held(group, -_NEVER_MS)
         return self._view(group, 0.0, np.zeros(self.capacity, np.float32), now_ms)
+
+    def _without_held(self, group: _Group, now_ms: float) -> _Group:
+        """Leave out those that are held back at this instant; nobody, if that were too many of this group."""
+        free = self._held_until.take(group.slots) <= now_ms
+        held = len(free) - int(np.count_nonzero(free))
+        if not 0 < held <= self._may_be_held(len(free)):
+            return group
+        return self._part(group, np.flatnonzero(free))
 
     def _without_ramping(self, group: _Group, now_ms: float) -> _Group:
         """Leave those out that have returned of late and have their share already; nobody, if that were everyone."""

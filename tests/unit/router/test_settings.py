@@ -66,6 +66,8 @@ def test_tables_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "value"),
     [
         ("COLLECTORS", "collector:8090"),
+        ("MAX_SET_ASIDE_SHARE", "0.6"),
+        ("MAX_SET_ASIDE_S", "1"),
         ("MODEL_ALIASES", "chat=a"),
         ("MODEL_ALIASES", '{"chat": {"a": -1}}'),
         ("OBJECTIVES", '{"batch": "low"}'),

@@ -24,7 +24,13 @@ def test_what_is_encoded_is_decoded(message) -> None:
 
 def test_a_batch_is_on_the_wire_as_it_was_agreed() -> None:
     batch = Batch("r", 7, 2.5, [], [], [Ended("id", False)], [], [])
-    assert encode(batch).hex() == "9901a17207cb400400000000000090909192a26964c29090"
+    assert encode(batch).hex() == "9901a17207cb400400000000000090909193a26964c2c29090"
+
+
+def test_a_router_of_the_version_before_says_nothing_of_failures() -> None:
+    batch = decode(bytes.fromhex("9901a17207cb400400000000000090909192a26964c29090"))
+    assert isinstance(batch, Batch)
+    assert batch.ended == [Ended("id", False, failed=False)]
 
 
 def changed(**fields) -> bytes:

@@ -72,6 +72,23 @@ def test_a_request_that_another_endpoint_serves_moves_everywhere_once() -> None:
     assert {router.loads() for router in (one, two, newcomer)} == {(0, 0)}
 
 
+def test_failures_that_one_router_sees_set_the_endpoint_aside_for_all_each_once() -> None:
+    network, one, two = pair()
+    for number in range(5):
+        one.send(str(number), A, network.now_ms)
+    network.run(50.0)
+    for number in range(5):
+        one.pool.observe_answer(str(number), A, 500, network.now_ms)
+        one.finish(str(number), network.now_ms)
+    network.run(50.0)
+    for router in (one, two):
+        now_ms = network.now_ms + router.lead_ms
+        assert router.pool.snapshot(request(), None, now_ms)[0].addresses == (B,)
+        for number in range(5):
+            router.pool.observe_end(str(number), now_ms, endpoint=A, status=500)
+        assert router.pool.endpoints(now_ms)[0].health.failures == {"error": 5}
+
+
 def test_two_routers_agree_on_where_repeated_prefixes_are_and_a_newcomer_soon_does() -> None:
     """Each prompt is sent by one of them alone, to an endpoint that the other can only have heard of."""
     network, one, two = pair()
