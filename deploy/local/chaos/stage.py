@@ -25,21 +25,23 @@ ROUTERS: Final = 3
 
 
 @contextlib.asynccontextmanager
-async def endpoints(run_dir: Path, ports: Ports) -> AsyncIterator[tuple[Supervisor, tuple[str, ...]]]:
-    """Model servers, a process each, so that one can die alone; where they listen."""
-    children, urls = [], []
+async def endpoints(run_dir: Path, ports: Ports) -> AsyncIterator[tuple[Supervisor, tuple[str, ...], dict[str, str]]]:
+    """Model servers, a process each, so that one can die alone; where they listen, and are told to fail."""
+    children, urls, controls = [], [], {}
     for number in range(1, ENDPOINTS + 1):
-        name, port = f"endpoint-{number}", ports.reserve()
+        name, port, control_port = f"endpoint-{number}", ports.reserve(), ports.reserve()
         server = ServerSpec(name=name, port=port, models=(MODEL,), speed=1.0, seed=number, force_usage=True)
         file = run_dir / f"{name}.json"
-        file.write_text(ProcessSpec(servers=(server,), control_port=0).model_dump_json())
+        file.write_text(ProcessSpec(servers=(server,), control_port=control_port).model_dump_json())
         ports.release(port)
+        ports.release(control_port)
         command = (sys.executable, "-P", "-m", "sim.server", "--spec", str(file))
         children.append((ChildSpec(name=name, command=command), tcp_probe(port)))
         urls.append(http_url(port))
+        controls[name] = http_url(control_port)
     async with Supervisor(run_dir, dict(os.environ)) as supervisor:
         await supervisor.start(children)
-        yield supervisor, tuple(urls)
+        yield supervisor, tuple(urls), controls
 
 
 async def run_chaos(
@@ -58,7 +60,7 @@ async def run_chaos(
     stack: Stack | None = None
     link = Link(lambda: stack.addresses.nats if stack else 0)
     async with contextlib.AsyncExitStack() as open_until_end:
-        servers, urls = await open_until_end.enter_async_context(endpoints(run_dir, Ports(rng)))
+        servers, urls, controls = await open_until_end.enter_async_context(endpoints(run_dir, Ports(rng)))
         await open_until_end.enter_async_context(link.open())
         shifted = clock.environment
         services = [
@@ -91,7 +93,7 @@ async def run_chaos(
         http = await open_until_end.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar())
         )
-        suite = Suite(stack, servers, link, clock, replace(pace), http, quiet)
+        suite = Suite(stack, servers, link, clock, replace(pace), http, quiet, controls)
         await suite.answers("router")
         await suite.answers("endpoint")
         result = await suite.run(faults, say)

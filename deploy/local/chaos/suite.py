@@ -22,7 +22,7 @@ import resource
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -46,19 +46,24 @@ _LEEWAY_AFTER_S: Final = 0.02
 _STEADY_LOOKS: Final = 3
 _SETTLED_WITHIN_S: Final = 15.0
 _READY_WITHIN_S: Final = 30.0
+_IN_USE_WITHIN_S: Final = 90.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long things last, in seconds. `cut_s`: of a dead part and a cut link; `frozen_s`: of SIGSTOP."""
+    """How long things last, in seconds. `cut_s`: of a dead part and a cut link; `frozen_s`: of SIGSTOP and errors.
+
+    `recovers`: whether an endpoint that answered 500 is watched until it is in use again.
+    """
 
     rate_per_s: float
     cut_s: float
     frozen_s: float
     after_s: float
+    recovers: bool = False
 
 
-LONG: Final = Pace(rate_per_s=10.0, cut_s=4.0, frozen_s=10.0, after_s=4.0)
+LONG: Final = Pace(rate_per_s=10.0, cut_s=4.0, frozen_s=10.0, after_s=4.0, recovers=True)
 SHORT: Final = Pace(rate_per_s=8.0, cut_s=1.5, frozen_s=4.0, after_s=1.5)
 
 
@@ -105,7 +110,10 @@ class Suite:
         pace: Pace,
         http: aiohttp.ClientSession,
         quiet: Callable[["Suite"], Awaitable[list[str]]] | None = None,
+        controls: Mapping[str, str] | None = None,
     ) -> None:
+        """`controls`: where each endpoint's faults are set."""
+        self._controls = controls or {}
         self.stack = stack
         self._quiet = quiet
         self.servers = servers
@@ -399,6 +407,51 @@ class Suite:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
         await self.start("nats")
 
+    async def answer_500(self) -> None:
+        """An endpoint takes every request and fails it at once, until each router has set it aside, and longer."""
+        began_s = time.monotonic()
+        await self._set_faults({"fail_status": 500})
+        try:
+            await self._until(self._set_aside, f"{self._harmed} is set aside", _READY_WITHIN_S)
+            await asyncio.sleep(max(0.0, began_s + self.pace.frozen_s - time.monotonic()))
+        finally:
+            await self._set_faults({})
+        if self.pace.recovers:
+            await self._until(self._in_use, f"{self._harmed} is in use again", _IN_USE_WITHIN_S)
+
+    async def _set_faults(self, faults: dict[str, Any]) -> None:
+        url = f"{self._controls[self._harmed]}/control/faults/{self._harmed}"
+        async with self._http.post(url, json=faults, timeout=aiohttp.ClientTimeout(total=5)) as answer:
+            answer.raise_for_status()
+
+    async def _standings(self) -> set[str | None]:
+        """What each router makes of the harmed endpoint; None of one that doesn't answer."""
+        number = int(self._harmed.rpartition("-")[2])
+        address = self.stack.endpoints[number - 1].removeprefix("http://")
+        answers = await asyncio.gather(
+            *(self.get(f"{url}/v1/endpoints", 2.0) for url in self.stack.addresses.router_urls)
+        )
+        return {
+            None
+            if answer is None
+            else next(one["health"]["standing"] for one in answer["endpoints"] if one["address"] == address)
+            for answer in answers
+        }
+
+    async def _set_aside(self) -> bool:
+        return await self._standings() <= {"set_aside", "probing"}
+
+    async def _in_use(self) -> bool:
+        return await self._standings() == {"in_use"}
+
+    @staticmethod
+    async def _until(holds: Callable[[], Awaitable[bool]], what: str, within_s: float) -> None:
+        until_s = time.monotonic() + within_s
+        while not await holds():
+            if time.monotonic() > until_s:
+                raise RuntimeError(f"not within {within_s:g} s: {what}")
+            await asyncio.sleep(_LOOK_S)
+
     async def jump_clock(self) -> None:
         for seconds in (3_600.0, -3_600.0, 0.0):
             self.clock.jump(seconds)
@@ -453,6 +506,7 @@ def all_faults() -> list[Fault]:
         ]
     return [
         *faults,
+        Fault("500: an endpoint, at once", Suite.answer_500, of_endpoint=True),
         Fault("cut: a router's NATS link", Suite.cut_link),
         Fault("full: the spool's disk, NATS away", Suite.fill_disk),
         Fault("jump: the clock, +1 h, -1 h, back", Suite.jump_clock),

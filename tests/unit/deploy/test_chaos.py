@@ -78,7 +78,7 @@ def test_the_table_has_a_line_a_fault_and_a_dash_for_the_unknown() -> None:
 
 def test_every_part_is_killed_frozen_and_restarted_and_the_short_run_kills_each() -> None:
     names = [fault.name for fault in all_faults()]
-    assert len(names) == len(set(names)) == 7 * 3 + 3
+    assert len(names) == len(set(names)) == 7 * 3 + 4
     short = [fault.name for fault in all_faults() if fault.short]
     assert sum(name.startswith("kill") for name in short) == 7
 
