@@ -93,6 +93,8 @@ class BundleManifest(BaseModel):
     schema_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     features: list[str]
     outputs: list[str]
+    prior_targets: list[str] = Field(default_factory=list)
+    """Of the outputs' targets those with too few samples: answered by the physics prior (`shared/prior.py`)"""
     created_unix_ms: float
     window_samples: int
     metrics: dict[str, TargetMetrics]

@@ -70,6 +70,8 @@ CHUNK_TOKENS: Final = 2048
 """New tokens of one step: vLLM's default."""
 OUTPUT_TOKENS: Final = 256
 """Length of an answer of which nothing is known."""
+STEP_AWAITED: Final = 0.5
+"""Of a decode step, what a request that comes waits for before its own prefill can begin."""
 P90_LOG: Final = 0.75
 P99_LOG: Final = 1.65
 _LONGEST_MS: Final = np.float32(86_400_000.0)
@@ -101,7 +103,7 @@ class PriorModel:
         self._times[:] = astuple(times["unknown"])
         for name, row in times.items():
             self._times[hardware_code(name)] = astuple(row)
-        told = f"{size}|{SCHEMA.hash}|{times}|{CHUNK_TOKENS}|{OUTPUT_TOKENS}|{P90_LOG}|{P99_LOG}"
+        told = f"{size}|{SCHEMA.hash}|{times}|{CHUNK_TOKENS}|{OUTPUT_TOKENS}|{STEP_AWAITED}|{P90_LOG}|{P99_LOG}"
         self.bundle_version = PRIOR_PREFIX + hashlib.sha256(told.encode()).hexdigest()[:8]
 
     def predict(self, rows: FloatMatrix) -> FloatMatrix:
@@ -118,7 +120,7 @@ class PriorModel:
         beside = decoding * sequence + context * context_token
         attention = 2 * per_square * own * np.maximum(prompt - own / 2, np.float32(0))
         ttft = base + per_token * own + (per_token + base / CHUNK_TOKENS) * pending + attention
-        ttft += beside * (1 + (own + pending) / CHUNK_TOKENS)
+        ttft += beside * (1 + (own + pending) / CHUNK_TOKENS) + STEP_AWAITED * (step + beside)
         per_step = (decoding + column("pending_requests")) * sequence + (context + prompt) * context_token
         tpot = step + per_step + per_token * (own + pending) / OUTPUT_TOKENS
         output = column("expected_output_tokens")

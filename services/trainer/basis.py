@@ -38,6 +38,7 @@ class Term:
 
 
 PREFILL_KNOTS: Final = (64, 128, 256, 512, 1024, 2048, 4096)
+BATCH_KNOTS: Final = (64, 128, 256)
 GROWTH: Final = 0.01
 # From an old GPU to one with little to do per token; without these a backlog of twice the trained was −15…−28 % off.
 TOKENS_PER_MS: Final = (4.0, 12.0, 36.0)
@@ -74,7 +75,7 @@ PREFILL_TERMS: Final = (
 DECODE_TERMS: Final = (
     Term("batch", _BATCH),
     Term("context", _CONTEXT, scale=1e-3),
-    *(Term(f"batch over {knot}", _BATCH, knot, min_rows=200) for knot in (64, 128, 256)),
+    *(Term(f"batch over {knot}", _BATCH, knot, min_rows=200) for knot in BATCH_KNOTS),
     # Prefills run in the same steps as this request's decode.
     Term("backlog", _BACKLOG, scale=1e-3, min_rows=50),
     Term("step time", {"step_time_ms": 1.0}, min_rows=50),

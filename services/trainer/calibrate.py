@@ -400,12 +400,14 @@ class Calibrator:
                     *((f"{target}_{level}", offsets) for level, offsets in state.offsets.items()),
                 )
             },
-            endpoint_log_bias={
-                target: {endpoint: self._shrunk(own, state.scale) for endpoint, own in state.endpoints.items()}
-                for target, state in self._targets.items()
-            },
+            endpoint_log_bias={target: self._endpoint_biases(state) for target, state in self._targets.items()},
             expected_output_tokens=dict(expected_output_tokens),
         )
+
+    def _endpoint_biases(self, state: _Target) -> dict[str, float]:
+        """An endpoint's bias; of a target that nobody has measured it is that of whole answers: who is slow is slow."""
+        known = state if state.bias.count else self._targets.get("e2e", state)
+        return {endpoint: self._shrunk(own, known.scale) for endpoint, own in known.endpoints.items()}
 
     def live(self) -> dict[str, LiveError]:
         """Rolling error of the calibrated predictions, per target that had samples."""

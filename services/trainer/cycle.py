@@ -6,7 +6,7 @@ here with a verdict; nothing is raised for it.
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version as installed
 from typing import Any, Final
@@ -98,7 +98,12 @@ def _fit_and_judge(
     model = fit(alike, options.fit)
     if model is None:
         return report
-    held_out = _held_out(alike, options.fit.held_out_fraction)
+    lost = _lost(model, champion)
+    if lost:
+        detail = f"too few samples of {', '.join(lost)}, which {champion.version if champion else ''} has learned"
+        return replace(report, verdict=Verdict(False, "fewer_targets", detail))
+    # What is the prior's is judged by nobody: it stands in for what the pool hasn't shown yet.
+    held_out = _held_out(alike, model.learned, options.fit.held_out_fraction)
     ours = {target: model.predict(held.rows) for target, held in held_out.items()}
     theirs = {target: champion.model.predict(held.rows) for target, held in held_out.items()} if champion else None
     if theirs is not None and not all(map(plausible, theirs.values())):
@@ -115,11 +120,7 @@ def _fit_and_judge(
         }
         if theirs
         else {},
-        groups={
-            target: breakdown(ours[target], outputs, target, held, edges)
-            for target, held in held_out.items()
-            if target in model.targets
-        },
+        groups={target: breakdown(ours[target], outputs, target, held, edges) for target, held in held_out.items()},
         censored_beyond_p90=censored_beyond_p90(model.predict(snapshot.censored_rows), outputs, snapshot.censored_ms),
         gains=model.gains(),
         disbelieved=model.disbelieved,
@@ -129,9 +130,22 @@ def _fit_and_judge(
     return _export(snapshot, model, options, report)
 
 
-def _held_out(snapshot: Snapshot, fraction: float) -> dict[str, HeldOut]:
+def _lost(model: LatencyModel, champion: Champion | None) -> list[str]:
+    """Targets that the champion has and the model hasn't, or that only the champion has learned."""
+    if champion is None:
+        return []
+    manifest = champion.bundle.manifest
+    theirs = [target for target in TARGETS if f"{target}_p50" in manifest.outputs]
+    return [
+        target
+        for target in theirs
+        if target not in (model.targets if target in manifest.prior_targets else model.learned)
+    ]
+
+
+def _held_out(snapshot: Snapshot, targets: Sequence[str], fraction: float) -> dict[str, HeldOut]:
     held_out = {}
-    for target in TARGETS:
+    for target in targets:
         _, positions = split(snapshot, target, fraction)
         if len(positions):
             held_out[target] = HeldOut(snapshot.rows[positions], snapshot.targets[target][positions])
@@ -224,6 +238,7 @@ def _metadata(model: LatencyModel, version: str, pool: str, report: CycleReport)
     values: dict[str, Any] = {
         "schema": features,
         "outputs": model.outputs,
+        "prior_targets": model.prior_targets,
         "created_unix_ms": report.created_unix_ms,
         "window_samples": report.window_samples,
         "feature_low": model.feature_low.tolist(),
@@ -243,6 +258,7 @@ def _bundle(model: LatencyModel, version: str, pool: str, report: CycleReport) -
         schema_hash=SCHEMA.hash,
         features=list(SCHEMA.names),
         outputs=list(model.outputs),
+        prior_targets=list(model.prior_targets),
         created_unix_ms=report.created_unix_ms,
         window_samples=report.window_samples,
         metrics=dict(report.metrics),

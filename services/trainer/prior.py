@@ -12,14 +12,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from services.trainer.basis import Basis, basis_of
+from services.trainer.basis import BATCH_KNOTS, PREFILL_KNOTS, TOKENS_PER_MS, Basis, basis_of
 from shared.features import HARDWARE_CLASSES, SCHEMA, FloatMatrix
-from shared.prior import CHUNK_TOKENS, OUTPUT_TOKENS, ModelSize, StepTimes, step_times
+from shared.prior import CHUNK_TOKENS, OUTPUT_TOKENS, STEP_AWAITED, ModelSize, StepTimes, step_times
 
 Floats = npt.NDArray[np.float64]
-
-SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of the own fit in a blend"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +25,17 @@ class PriorBase:
 
     basis: Basis
     coefficients: Floats
+    units: Floats
+    """(H, B): the coefficients, and where the prior has none what one might be"""
+
+    @property
+    def held_at(self) -> Floats:
+        """The coefficients as multiples of the units, (B,): 1, or 0 where the prior has none."""
+        return np.asarray(self.coefficients[0] > 0, np.float64)
+
+    def scale(self, rows: FloatMatrix, y_ms: npt.NDArray[Any]) -> float:
+        """The median ratio of measured to prior."""
+        return float(np.exp(np.median(np.log(y_ms / self.predict(rows)))))
 
     def predict(self, rows: FloatMatrix) -> Floats:
         """float32 (n, F) → ms, float64 (n,)."""
@@ -40,24 +48,25 @@ def prior_base(target: str, size: ModelSize) -> PriorBase:
     """The prior of one target of shared.prediction.TARGETS."""
     basis = basis_of(target)
     times = step_times(size)
-    rows = []
+    rows, units = [], []
     for name in HARDWARE_CLASSES:
-        values = _TERMS[target](times[name])
+        values, others = _TERMS[target](times[name]), _others(times[name])
         unknown = values.keys() - set(basis.names)
         if unknown:
             raise ValueError(f"the prior of {target} names terms that its basis lacks: {', '.join(sorted(unknown))}")
         rows.append([values.get(term, 0.0) for term in basis.names])
-    return PriorBase(basis, np.array(rows))
+        units.append([values.get(term) or others[term] for term in basis.names])
+    return PriorBase(basis, np.array(rows), np.array(units))
 
 
 def _ttft(times: StepTimes) -> dict[str, float]:
     return {
-        "constant": times.prefill_base,
+        "constant": times.prefill_base + STEP_AWAITED * times.decode_base,
         "own uncached": 1e3 * times.prefill_per_token,
         "pending uncached": 1e3 * (times.prefill_per_token + times.prefill_base / CHUNK_TOKENS),
         "attention": 1e6 * 2 * times.prefill_per_square,
-        "decoding": times.decode_per_sequence,
-        "decode context": 1e3 * times.decode_per_context_token,
+        "decoding": (1 + STEP_AWAITED) * times.decode_per_sequence,
+        "decode context": 1e3 * (1 + STEP_AWAITED) * times.decode_per_context_token,
         "backlog beside decodes": 1e3 * times.decode_per_sequence / CHUNK_TOKENS,
         "backlog beside context": 1e6 * times.decode_per_context_token / CHUNK_TOKENS,
     }
@@ -82,20 +91,18 @@ def _e2e(times: StepTimes) -> dict[str, float]:
     }
 
 
+def _others(times: StepTimes) -> dict[str, float]:
+    """What the coefficients of terms that the prior doesn't have might be."""
+    per_token = 1e3 * times.prefill_per_token
+    return {
+        **{f"own uncached over {knot}": per_token for knot in PREFILL_KNOTS},
+        **{f"backlog less its age at {rate}": per_token for rate in TOKENS_PER_MS},
+        **{f"batch over {knot}": times.decode_per_sequence for knot in BATCH_KNOTS},
+        "pending": times.prefill_base,
+        "waiting beyond the ledger": times.prefill_base,
+        "step time": 1.0,
+        "expected output at step time": 1e3,
+    }
+
+
 _TERMS: Final[dict[str, Callable[[StepTimes], dict[str, float]]]] = {"ttft": _ttft, "tpot": _tpot, "e2e": _e2e}
-
-
-def blend_share(own: Floats, prior: Floats, y_ms: Floats) -> float:
-    """How much of the own fit to take, by predictions of rows that neither has seen, (n,) each.
-
-    The least mean log error decides. The prior wins ties: a fit on rows that are all alike knows nothing of others.
-    """
-    errors = [
-        float(np.abs(np.log(np.maximum(share * own + (1.0 - share) * prior, 1e-6) / y_ms)).mean()) for share in SHARES
-    ]
-    return SHARES[int(np.argmin(np.round(errors, 3)))]
-
-
-def scale_of(prior_ms: Floats, y_ms: npt.NDArray[Any]) -> float:
-    """The median ratio of measured to prior."""
-    return float(np.exp(np.median(np.log(y_ms / prior_ms))))

@@ -21,17 +21,16 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import xgboost as xgb
-from scipy.optimize import nnls
 
-from services.trainer.basis import GROWTH, REACH_FACTOR, Basis, basis_of, tree_matrix, tree_names
+from services.trainer.base import HARDWARE_CODES, Base, fit_base, unfitted
+from services.trainer.basis import GROWTH, REACH_FACTOR, basis_of, tree_matrix, tree_names
 from services.trainer.outliers import believed
-from services.trainer.prior import PriorBase, blend_share, prior_base, scale_of
+from services.trainer.prior import PriorBase, prior_base
 from services.trainer.window import FEW_HELD_OUT, Snapshot, held_out_rows
 from shared.features import SCHEMA, FloatMatrix
 from shared.prediction import IN_RANGE, OUTPUTS, TARGETS
-from shared.prior import ModelSize
+from shared.prior import P90_LOG, P99_LOG, ModelSize
 
-Floats = npt.NDArray[np.float64]
 Positions = npt.NDArray[np.int64]
 
 RESIDUAL_CLIP: Final = np.float32(1.5)
@@ -47,8 +46,6 @@ REACH_FADE_LOG: Final = np.float32(np.log(2.0))
 EDGE_SHARE: Final = 0.8
 EDGE_MIN_ROWS: Final = 100
 ZERO: Final = np.float32(0)
-HARDWARE_CODES: Final = 256
-QR_BLOCK_ROWS: Final = 2048
 FOLDS: Final = 4
 # Columns whose training range decides whether a row lies inside: what the base and most of the trees' gain rest on.
 DECISIVE: Final = (
@@ -86,36 +83,18 @@ class FitOptions:
     spread_learning_rate: float = 0.2
     spread_leaf_rows: int = 5
     spread_min_rows: int = 300
-    class_min_rows: int = 200
-    class_scale_min_rows: int = 10
     calibration_fraction: float = 0.15
     held_out_fraction: float = 0.1
     prior: ModelSize | None = None
-    """Size class of the model for the physics prior that few rows are blended with; None: no prior"""
-    prior_rows: int = 500
-    """From so many rows on the fit stands alone"""
+    """Size class of the model for the physics prior that coefficients are held by; None: no prior"""
+    anchor_rows: float = 2.0
+    """How many rows of a usual latency hold a coefficient where the prior has it"""
+    spread_doubt_rows: int = 30
+    """How many rows of the prior's spread a spread is mixed with where rows are too few for a booster"""
     half_life_samples: float = 2000.0
     weight_floor: float = 0.02
     threads: int = 1
     seed: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """The physics part of one target."""
-
-    basis: Basis
-    coefficients: FloatMatrix
-    """float32 (S, B): row 0 pooled, one more per hardware class with its own"""
-    slots: npt.NDArray[np.int64]
-    """(256,): hardware code → row of `coefficients`"""
-    floor_ms: np.float32
-
-    def predict(self, rows: FloatMatrix) -> FloatMatrix:
-        """float32 (n, F) → ms, float32 (n,)."""
-        slots = self.slots[rows[:, SCHEMA.index["hardware_class"]].astype(np.int64)]
-        products = self.basis.evaluate(rows) * self.coefficients[slots]
-        return np.asarray(np.maximum(products.sum(axis=1, dtype=np.float32), self.floor_ms), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +148,13 @@ class LatencyModel:
     """(256,): hardware codes among the fitted rows"""
     disbelieved: Mapping[str, int] = field(default_factory=dict)
     """Per target, rows that weren't fitted on since their labels can't be true"""
+    prior_targets: tuple[str, ...] = ()
+    """Targets that had too few rows and are the physics prior's"""
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Targets that were fitted."""
+        return tuple(target for target in self.targets if target not in self.prior_targets)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -227,7 +213,10 @@ def split(snapshot: Snapshot, target: str, fraction: float) -> tuple[Positions, 
 
 
 def fit(snapshot: Snapshot, options: FitOptions, *, min_rows: int = 8) -> LatencyModel | None:
-    """Fit every target that has at least `min_rows` rows outside the held-out slice; None if no target has."""
+    """Fit every target that has at least `min_rows` rows outside the held-out slice; None if no target has.
+
+    The others are the prior's, where there is one, and else absent.
+    """
     weights = snapshot.weights(options.half_life_samples, options.weight_floor)
     models: dict[str, TargetModel] = {}
     used = np.zeros(len(snapshot), np.bool_)
@@ -249,14 +238,30 @@ def fit(snapshot: Snapshot, options: FitOptions, *, min_rows: int = 8) -> Latenc
         used[positions] = True
     if not models:
         return None
+    unlearned = tuple(target for target in TARGETS if target not in models) if options.prior is not None else ()
+    models |= {target: of_prior(prior_base(target, options.prior)) for target in unlearned if options.prior}
+    models = {target: models[target] for target in TARGETS if target in models}
     rows = snapshot.rows[used]
     seen = np.zeros(HARDWARE_CODES, np.bool_)
     seen[rows[:, SCHEMA.index["hardware_class"]].astype(np.int64)] = True
-    return LatencyModel(models, rows.min(axis=0), rows.max(axis=0), seen, disbelieved)
+    return LatencyModel(models, rows.min(axis=0), rows.max(axis=0), seen, disbelieved, unlearned)
 
 
-def _basis(target: str, options: FitOptions) -> Basis:
-    return basis_of(target, growth=options.growth, reach_factor=options.reach_factor)
+def of_prior(prior: PriorBase) -> TargetModel:
+    """A target of which nothing was measured, as the router's own prior has it."""
+    return TargetModel(unfitted(prior), None, OUT_OF_REACH, q90=np.float32(P90_LOG), q99=np.float32(P99_LOG))
+
+
+def _base(
+    target: str,
+    rows: FloatMatrix,
+    y_ms: npt.NDArray[np.float32],
+    weights: npt.NDArray[np.float32],
+    options: FitOptions,
+) -> Base:
+    basis = basis_of(target, growth=options.growth, reach_factor=options.reach_factor)
+    prior = None if options.prior is None else prior_base(target, options.prior)
+    return fit_base(basis, rows, y_ms, weights, prior, options.anchor_rows)
 
 
 def _believed(
@@ -269,10 +274,9 @@ def _believed(
 ) -> npt.NDArray[np.bool_]:
     """Which of these rows have labels to fit on, judged by the base alone."""
     rows, y_ms, own_weights = snapshot.rows[positions], snapshot.targets[target][positions], weights[positions]
-    basis = _basis(target, options)
 
     def errors_of(kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
-        base = fit_base(basis, rows[kept], y_ms[kept], own_weights[kept], options)
+        base = _base(target, rows[kept], y_ms[kept], own_weights[kept], options)
         return np.asarray(np.log(y_ms) - np.log(base.predict(rows)), np.float32)
 
     return believed(errors_of, endpoints[positions])
@@ -312,6 +316,10 @@ def fit_target(
         judged = _out_of_fold(target, rows, trees, y_ms, weights, options, rng)
         spread, scale, judged_weights = None, np.ones(len(rows), np.float32), weights
     shift, q90, q99 = conformal(judged, scale, judged_weights)
+    if spread is None and options.prior is not None:
+        # The first answers err alike: they are the quick ones, of an idle pool.
+        own = len(rows) / (len(rows) + options.spread_doubt_rows)
+        q90, q99 = (np.float32(prior + own * (mine - prior)) for prior, mine in ((P90_LOG, q90), (P99_LOG, q99)))
     return replace(bare, spread=spread, shift=shift, q90=q90, q99=q99)
 
 
@@ -324,9 +332,7 @@ def _fit_median(
     options: FitOptions,
 ) -> TargetModel:
     """Base, trees and edge; no spread yet."""
-    base = fit_base(_basis(target, options), rows, y_ms, weights, options)
-    if options.prior is not None and len(rows) < options.prior_rows:
-        base = _blended(prior_base(target, options.prior), base, rows, y_ms, weights, options)
+    base = _base(target, rows, y_ms, weights, options)
     based = base.predict(rows)
     # A queue has no end. Steps and answers have: the highest fifth of them and twice that are what was seen.
     edge = edge_of(based, y_ms, weights) if target == "ttft" else OUT_OF_REACH
@@ -362,32 +368,6 @@ def edge_of(base_ms: FloatMatrix, y_ms: npt.NDArray[np.float32], weights: npt.ND
     came, said = (float(np.dot(weights[high], values[high])) for values in (y_ms, base_ms))
     reach = weighted_quantile(base_ms, weights, REACH_SHARE)
     return Edge(np.float32(np.log(reach)), np.float32(np.log(came / said)))
-
-
-def _blended(
-    prior: PriorBase,
-    own: Base,
-    rows: FloatMatrix,
-    y_ms: npt.NDArray[np.float32],
-    weights: npt.NDArray[np.float32],
-    options: FitOptions,
-) -> Base:
-    """A base between the own fit and the scaled prior, as far towards either as it was right about rows unseen."""
-    folds = np.random.default_rng((options.seed, len(rows))).permutation(len(rows)) % min(FOLDS, len(rows))
-    fitted, guessed = np.zeros(len(rows)), prior.predict(rows)
-    scaled = np.zeros(len(rows))
-    for fold in range(int(folds.max()) + 1):
-        out, kept = folds == fold, folds != fold
-        if kept.any():
-            fitted[out] = fit_base(own.basis, rows[kept], y_ms[kept], weights[kept], options).predict(rows[out])
-            scaled[out] = scale_of(guessed[kept], y_ms[kept]) * guessed[out]
-    share = blend_share(fitted, scaled, y_ms.astype(np.float64)) if folds.max() else 0.0
-    classes = np.arange(len(prior.coefficients))
-    coefficients = share * own.coefficients[own.slots[classes]]
-    coefficients = coefficients + (1.0 - share) * scale_of(guessed, y_ms) * prior.coefficients
-    slots = np.zeros(HARDWARE_CODES, np.int64)
-    slots[classes] = classes
-    return Base(own.basis, coefficients.astype(np.float32), slots, own.floor_ms)
 
 
 def _boost(
@@ -446,64 +426,6 @@ def _out_of_fold(
         model = _fit_median(target, rows[~out], trees[~out], y_ms[~out], weights[~out], options)
         errors[out] = _log_errors(model, rows[out], trees[out], y_ms[out])
     return errors
-
-
-def fit_base(
-    basis: Basis,
-    rows: FloatMatrix,
-    y_ms: npt.NDArray[np.float32],
-    weights: npt.NDArray[np.float32],
-    options: FitOptions,
-) -> Base:
-    """Non-negative least squares, pooled and per hardware class."""
-    columns = basis.evaluate(rows).astype(np.float64)
-    y = y_ms.astype(np.float64)
-    row_weights = np.sqrt(weights / y)
-    pooled = _solve(basis, columns, y, row_weights)
-    coefficients = [pooled]
-    slots = np.zeros(HARDWARE_CODES, np.int64)
-    codes = rows[:, SCHEMA.index["hardware_class"]].astype(np.int64)
-    present, counts = np.unique(codes, return_counts=True)
-    floor_ms = max(1e-3, 0.25 * float(y.min()))
-    for code, count in zip(present.tolist(), counts.tolist(), strict=True):
-        if len(present) == 1 or count < options.class_scale_min_rows:
-            continue
-        own = codes == code
-        if count >= options.class_min_rows:
-            row = _solve(basis, columns[own], y[own], row_weights[own])
-        else:
-            # Shrunk towards the pool: at 10 rows a third of the difference is believed, at 200 ten elevenths.
-            ratio = np.median(np.log(y[own]) - np.log(np.maximum(columns[own] @ pooled, floor_ms)))
-            row = pooled * np.exp(ratio * count / (count + 20.0))
-        slots[code] = len(coefficients)
-        coefficients.append(row)
-    return Base(basis, np.array(coefficients, np.float32), slots, np.float32(floor_ms))
-
-
-def _solve(basis: Basis, columns: Floats, y: Floats, row_weights: Floats) -> Floats:
-    """Coefficients of one set of evaluated rows, (B,), ≥ 0."""
-    reached = basis.reached(columns)
-    coefficients = _nonnegative(columns, y, row_weights, (basis.min_rows <= len(y)) & reached)
-    return basis.grown(coefficients, reached)
-
-
-def _nonnegative(columns: Floats, y: Floats, row_weights: Floats, fitted: npt.NDArray[np.bool_]) -> Floats:
-    """Coefficients ≥ 0, (B,), of weighted least squares; columns that aren't `fitted` stay 0."""
-    allowed = np.flatnonzero(fitted)
-    weighted = columns[:, allowed] * row_weights[:, None]
-    norms = np.linalg.norm(weighted, axis=0)
-    norms[norms == 0] = 1.0
-    system = np.column_stack([weighted / norms, y * row_weights])
-    # The triangle of a QR holds all that the fit needs of n rows, so that nnls works on B × B. Built block by block:
-    # one QR of 22,000 rows held the interpreter lock, and with it the event loop, for 20 ms (130 on a busy machine).
-    triangle = np.zeros((0, system.shape[1]))
-    for start in range(0, len(system), QR_BLOCK_ROWS):
-        block = np.concatenate([triangle, system[start : start + QR_BLOCK_ROWS]])
-        triangle = np.asarray(np.linalg.qr(block, mode="r"))
-    solution, _ = nnls(triangle[:, :-1], triangle[:, -1], maxiter=100 * len(allowed))
-    coefficients = np.zeros(columns.shape[1])
-    coefficients[allowed] = solution / norms
-    return coefficients
 
 
 def conformal(

@@ -20,6 +20,7 @@ def bundle_view(champion: Champion, age_ms: float | None, published: str | None)
         "age_ms": age_ms,
         "window_samples": manifest.window_samples,
         "outputs": manifest.outputs,
+        "prior_targets": manifest.prior_targets,
         "metrics": {target: metrics.model_dump() for target, metrics in manifest.metrics.items()},
         "renderings": [rendering.model_dump() for rendering in manifest.renderings],
         "libraries": manifest.libraries,

@@ -142,4 +142,5 @@ class Learning:
             compiled if compiled is not None and compiled.calibration.bundle_version == model.bundle_version else None,
             prepared.backlog_tokens,
             prepared.candidates.addresses,
+            frozenset(served.bundle.manifest.prior_targets) if served is not None else frozenset(),
         )

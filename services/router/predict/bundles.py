@@ -31,7 +31,8 @@ from shared.names import (
 from shared.store_watch import StoreWatch
 
 _MAX_CALIBRATION_BYTES: Final = 16 * 1024 * 1024
-_KEPT_CALIBRATIONS: Final = 2
+# Of the bundle and of the one before it.
+_KEPT: Final = 2
 
 
 class BundleWatcher:
@@ -56,6 +57,7 @@ class BundleWatcher:
         self._calibrations: dict[str, Calibration] = {}
         self._compiled: dict[str, tuple[Calibration, tuple[str, ...], CompiledCalibration]] = {}
         self._calibration_digest = b""
+        self._prior_targets: dict[str, frozenset[str]] = {}
         self._store = StoreWatch(
             redis, (BUNDLES_CHANNEL, CALIBRATIONS_CHANNEL), (pool,), metrics.store, clock, poll_ms=poll_ms
         )
@@ -83,6 +85,10 @@ class BundleWatcher:
             self._compiled[bundle_version] = compiled
         return compiled[2]
 
+    def prior_targets(self, bundle_version: str) -> frozenset[str]:
+        """What of this bundle rests on the physics prior; nothing where the bundle isn't known here."""
+        return self._prior_targets.get(bundle_version, frozenset())
+
     async def run(self) -> None:
         """Watch until cancelled."""
         await self._store.run(self.check)
@@ -100,6 +106,7 @@ class BundleWatcher:
             bundle = {
                 "version": self.manifest.version,
                 "outputs": self.manifest.outputs,
+                "prior_targets": self.manifest.prior_targets,
                 "window_samples": self.manifest.window_samples,
                 "trained_age_s": round((now_ms - self.manifest.created_unix_ms) / 1e3, 3),
             }
@@ -130,6 +137,9 @@ class BundleWatcher:
             self._refuse(version, refusal)
             return
         self.model, self.manifest = model, manifest
+        self._prior_targets[version] = frozenset(manifest.prior_targets)
+        while len(self._prior_targets) > _KEPT:
+            del self._prior_targets[next(iter(self._prior_targets))]
         self._gate.served(version)
         self._metrics.swapped(version, manifest.created_unix_ms)
         self._log.info("own bundle in use", version=version)
@@ -167,7 +177,7 @@ class BundleWatcher:
             return
         self.calibration = calibration
         self._calibrations[calibration.bundle_version] = calibration
-        while len(self._calibrations) > _KEPT_CALIBRATIONS:
+        while len(self._calibrations) > _KEPT:
             oldest = next(iter(self._calibrations))
             del self._calibrations[oldest]
             self._compiled.pop(oldest, None)

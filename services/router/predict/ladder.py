@@ -174,12 +174,12 @@ class Ladder:
     def _prediction(
         self, rung: Rung, answer: RawAnswer, addresses: Sequence[str], backlog_tokens: npt.NDArray[Any]
     ) -> Prediction:
-        compiled = self._bundles.calibration_for(answer.bundle_version, answer.outputs) if self._bundles else None
+        bundles, version = self._bundles, answer.bundle_version
+        compiled = bundles.calibration_for(version, answer.outputs) if bundles else None
         if compiled is None:
             self._metrics.uncalibrated()
-        return calibrated(
-            answer.values, answer.outputs, answer.bundle_version, rung, compiled, backlog_tokens, addresses
-        )
+        of_prior = bundles.prior_targets(version) if bundles else frozenset()
+        return calibrated(answer.values, answer.outputs, version, rung, compiled, backlog_tokens, addresses, of_prior)
 
     def _report(self, rung: Rung, error: Exception) -> None:
         """Log a fault of ours once in a while, after this decision: a traceback takes milliseconds to write."""

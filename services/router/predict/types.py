@@ -1,7 +1,7 @@
 """Predictions as the scheduler sees them: one array per output, one entry per candidate. No I/O."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,20 @@ class Prediction:
     columns: Mapping[str, Column]
     bundle_version: str
     rung: Rung
+    prior_targets: frozenset[str] = frozenset()
+    """Targets of a bundle that rest on the physics prior, for want of samples."""
 
     @property
     def low_confidence(self) -> bool:
         """Whether nothing was learned of this pool yet: good for an order of endpoints, not for a refusal."""
         return is_prior(self.bundle_version)
+
+    def measured(self) -> "Prediction":
+        """Without what rests on the prior alone: what a refusal may go by."""
+        if not self.prior_targets:
+            return self
+        columns = {name: own for name, own in self.columns.items() if name.partition("_")[0] not in self.prior_targets}
+        return replace(self, columns=columns)
 
     def get(self, output: str) -> Column | None:
         """The output's column, or None where the bundle doesn't have it."""
@@ -49,7 +58,8 @@ def calibrated(
     calibration: CompiledCalibration | None,
     backlog_tokens: npt.NDArray[Any],
     addresses: Sequence[str],
+    prior_targets: frozenset[str] = frozenset(),
 ) -> Prediction:
     """A model's answer, float32 (n, K), as the scheduler gets it; `calibration` is the bundle's own, or None."""
     values = raw if calibration is None else calibration.apply(raw, backlog_tokens, addresses)
-    return Prediction(as_columns(values, outputs), bundle_version, rung)
+    return Prediction(as_columns(values, outputs), bundle_version, rung, prior_targets)

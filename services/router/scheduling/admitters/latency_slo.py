@@ -1,14 +1,15 @@
 """`latency-slo-admitter`: refuse a sheddable request that no endpoint can serve within its objectives.
 
 Refused is only what has a priority below 0, states an objective that is predicted, and finds every candidate predicted
-to miss it. Let in is everything else: no prediction or only the physics prior's, an unpredicted candidate (nothing is
-known of it), an idle one (no request in our ledger, nor on the server by a fresh scrape: an estimate that only traffic
-can improve must not keep traffic away). A missing objective isn't one of 0 ms: a request that states TTFT alone is
-judged by TTFT alone.
+to miss it. Let in is everything else: no prediction or only the physics prior's (a bundle may have a target from it),
+an unpredicted candidate (nothing is known of it), an idle one (no request in our ledger, nor on the server by a fresh
+scrape: an estimate that only traffic can improve must not keep traffic away). A missing objective isn't one of 0 ms: a
+request that states TTFT alone is judged by TTFT alone.
 
 The refusal carries when the request may fare better: `drain.py`.
 """
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -40,6 +41,7 @@ class LatencySloAdmitter:
     def admit(self, context: Context) -> Refusal | None:
         if context.request.priority >= 0 or context.prediction is None or context.prediction.low_confidence:
             return None
+        context = replace(context, prediction=context.prediction.measured())
         met = meets(context, self._quantile)
         if met is None or met.any() or idle(context).any():
             return None
