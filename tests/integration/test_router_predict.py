@@ -11,20 +11,26 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
+from bench.queueing import observe
 from services.router.predict.bundles import BundleWatcher
 from services.router.predict.client import ClientConfig, PredictorClient
 from services.router.predict.errors import FailureReason, PredictError
 from services.router.predict.ladder import Ladder, LadderConfig
 from services.router.predict.metrics import PredictMetrics
 from services.router.predict.replicas import CircuitConfig
+from services.trainer.cycle import CycleOptions, run_cycle
+from services.trainer.train import FitOptions
+from shared import prediction
 from shared.bundle import Calibration, seal
 from shared.clock import SystemClock
 from shared.names import CALIBRATIONS_CHANNEL, calibration_key
+from shared.prior import PriorModel
 from shared.samples import Rung
 from tests.bundles import OUTPUTS, expected, make_bundle, rows_of, sealed
 from tests.fakes.fake_predictor import VERSION, Behaviour, fake_predictor
 from tests.predictors import predictor, publish
 from tests.servers import until
+from tests.unit.trainer.snapshots import snapshot_of
 
 DEADLINE_MS = 2_000.0
 QUICK = CircuitConfig(max_failures=3, probe_ms=50.0, max_probe_ms=50.0)
@@ -330,6 +336,22 @@ async def calibrate(redis_url, version, *, sequence=1, key=None, blob=None):
     await redis.set(calibration_key("default"), seal(calibration.encode(), key) if blob is None else blob)
     await redis.publish(CALIBRATIONS_CHANNEL, b"{}")
     await redis.aclose()
+
+
+async def test_a_bundle_of_answers_that_were_not_streamed_predicts_all_and_says_what_is_the_priors(redis):
+    """What the trainer makes of sixty whole answers, as the router reads it from Redis."""
+    observed = observe(60, seed=3)
+    options = CycleOptions("default", fit=FitOptions(prior="8b"))
+    learned = run_cycle(snapshot_of(observed.rows, e2e=observed.e2e_ms), None, options, time.time() * 1e3).champion
+    async with watched(redis.url) as (watcher, _):
+        version = await publish(redis.url, learned.bundle)
+        await until(lambda: watcher.model, "the bundle")
+        assert watcher.model.outputs == prediction.OUTPUTS
+        assert watcher.prior_targets(version) == {"ttft", "tpot"}
+        assert watcher.prior_targets("another") == frozenset()
+        assert watcher.describe()["bundle"]["prior_targets"] == ["ttft", "tpot"]
+        answers, prior = watcher.model.predict(observed.rows), PriorModel("8b").predict(observed.rows)
+        assert answers[:, 0] == pytest.approx(prior[:, 0], rel=1e-4)
 
 
 async def test_the_own_copy_and_the_calibration_follow_what_is_published(redis):

@@ -334,3 +334,18 @@ def test_another_bundles_calibrator_knows_since_when_labels_count():
     assert _bias(after) == bias
     after.observe(raw, {"ttft": 60.0}, 500.0, "a", lag=5)
     assert _bias(after) < bias
+
+
+def test_a_target_that_nobody_measures_goes_by_how_slow_an_endpoints_whole_answers_are():
+    """Answers that aren't streamed: TTFT is the prior's, and an endpoint half as fast is believed so there too."""
+    raw = {f"{target}_{level}": 100.0 for target in ("ttft", "e2e") for level in ("p50", "p90", "p99")}
+    state, rng = Calibrator(CalibrationOptions(), "v", tuple(raw)), np.random.default_rng(3)
+    for _ in range(400):
+        for endpoint, e2e_ms in (("a", 100.0), ("b", 100.0), ("slow", 200.0)):
+            state.observe(raw, {"e2e": e2e_ms * np.exp(rng.normal(0, 0.1))}, 100.0, endpoint)
+    found = published(state)
+    assert found.endpoint_log_bias["ttft"] == found.endpoint_log_bias["e2e"]
+    assert found.endpoint_log_bias["ttft"]["slow"] > 0.3
+    assert found.log_bias["ttft"] == 0.0
+    state.observe(raw, {"ttft": 100.0}, 100.0, "a")
+    assert "slow" not in published(state).endpoint_log_bias["ttft"]

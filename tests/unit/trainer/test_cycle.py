@@ -14,6 +14,7 @@ from services.trainer.views import report_view
 from shared.bundle import pack, unpack
 from shared.features import SCHEMA
 from shared.inference import BundleModel
+from shared.prediction import OUTPUTS as ALL_OUTPUTS
 from tests.bundles import OUTPUTS, default_weights, linear_graph, make_bundle
 from tests.unit.trainer.snapshots import NOW, prompts, snapshot_of
 
@@ -129,3 +130,47 @@ def test_a_report_is_plain_data(first):
     assert view["metrics"]["ttft"]["mape"] == first.metrics["ttft"].mape
     assert view["parity"]["rows"] == first.parity.rows
     assert set(view["gains"]) == {"ttft", "tpot", "e2e"}
+
+
+WITH_PRIOR = CycleOptions("default", fit=FitOptions(prior="8b"))
+
+
+def without(snapshot, *targets):
+    unknown = np.full(len(snapshot), np.nan, np.float32)
+    return dataclasses.replace(snapshot, targets={**snapshot.targets, **dict.fromkeys(targets, unknown)})
+
+
+def test_a_first_bundle_of_answers_that_were_not_streamed_has_all_targets_and_says_which_are_the_priors(snapshot):
+    report = run_cycle(without(snapshot, "ttft", "tpot"), None, WITH_PRIOR, NOW)
+    assert report.verdict.accepted
+    bundle = unpack(pack(report.champion.bundle), pool="default", schema_hash=SCHEMA.hash)
+    assert bundle.manifest.outputs == list(ALL_OUTPUTS)
+    assert bundle.manifest.prior_targets == ["ttft", "tpot"]
+    assert bundle.manifest.metrics.keys() == {"e2e"}
+    assert bundle.manifest.renderings[0].parity_max_relative_error <= 1e-4
+    assert BundleModel(bundle).predict(snapshot.rows[:5]).shape == (5, len(ALL_OUTPUTS))
+
+
+def test_a_few_labels_that_are_far_from_the_prior_refuse_no_bundle_over_it(snapshot):
+    """Nine streamed answers among hundreds: too few to fit, and no reason to call the prior hopeless."""
+    streamed = np.full(len(snapshot), np.nan, np.float32)
+    streamed[-9:] = 3_600_000.0
+    few = without(snapshot, "tpot")
+    few = dataclasses.replace(few, targets={**few.targets, "ttft": streamed})
+    report = run_cycle(few, None, WITH_PRIOR, NOW)
+    assert report.verdict.accepted
+    assert report.champion.bundle.manifest.prior_targets == ["ttft", "tpot"]
+
+
+@pytest.mark.parametrize("options", [WITH_PRIOR, CycleOptions("default")], ids=["prior", "no prior"])
+def test_no_bundle_takes_the_place_of_one_that_has_learned_more_targets(snapshot, first, options):
+    report = run_cycle(without(snapshot, "ttft", "tpot"), first.champion, options, NOW + 1)
+    assert (report.verdict.accepted, report.verdict.reason) == (False, "fewer_targets")
+    assert "ttft, tpot" in report.verdict.detail
+
+
+def test_what_was_the_priors_is_replaced_by_what_was_learned(snapshot):
+    early = run_cycle(without(snapshot, "ttft", "tpot"), None, WITH_PRIOR, NOW).champion
+    later = run_cycle(snapshot, early, WITH_PRIOR, NOW + 1)
+    assert later.verdict.accepted
+    assert later.champion.bundle.manifest.prior_targets == []

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.queueing import A100_70B, H100_70B, Scenario, observe
-from services.trainer.prior import blend_share, prior_base, scale_of
+from bench.queueing import H100_70B, Scenario, observe
+from services.trainer.prior import prior_base
 from services.trainer.train import FitOptions, fit
 from shared.features import SCHEMA, hardware_code
 from shared.prediction import TARGETS
@@ -49,7 +49,8 @@ def test_ten_requests_that_are_all_alike_make_no_constant(target):
     )
 
     def predicted(options):
-        return fit(alike, options).predict(asked)[:, 0]
+        model = fit(alike, options)
+        return model.predict(asked)[:, model.outputs.index(f"{target}_p50")]
 
     here, longer, behind = predicted(WITH)
     assert here == pytest.approx(60.0, rel=0.05)
@@ -85,20 +86,7 @@ def test_a_class_never_seen_is_as_much_slower_as_the_prior_says():
         assert 1.5 < slow / fast < 4.5
 
 
-def test_five_hundred_rows_stand_alone():
-    snapshot = window_of(observe(700, seed=1, scenario=Scenario(pods=(A100_70B,)))).snapshot()
-    with_prior, without = fit(snapshot, WITH), fit(snapshot, WITHOUT)
-    assert np.array_equal(with_prior.predict(snapshot.rows), without.predict(snapshot.rows))
-
-
-@given(st.lists(st.floats(1.0, 1e4), min_size=1, max_size=30))
-def test_the_share_is_whose_predictions_were_right(actual):
-    y = np.array(actual)
-    assert blend_share(y, 3 * y, y) == 1.0
-    assert blend_share(3 * y, y, y) == 0.0
-    assert blend_share(y, y, y) == 0.0
-    assert blend_share(1.5 * y, 0.5 * y, y) == 0.5
-
-
 def test_the_scale_is_a_median_that_a_mad_label_does_not_move():
-    assert scale_of(np.full(5, 10.0), np.array([20.0, 21.0, 19.0, 20.0, 9e6])) == pytest.approx(20.0 / 10.0)
+    prior, rows = prior_base("ttft", "8b"), prompts([100.0, 200.0, 300.0, 400.0, 500.0])
+    labels = prior.predict(rows) * np.array([2.0, 2.1, 1.9, 2.0, 9e4])
+    assert prior.scale(rows, labels) == pytest.approx(2.0)

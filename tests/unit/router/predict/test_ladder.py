@@ -43,14 +43,18 @@ class FakeClient:
 class FakeBundles:
     """The own copy, without Redis."""
 
-    def __init__(self, model=None, calibration: Calibration | None = None) -> None:
+    def __init__(self, model=None, calibration: Calibration | None = None, of_prior=()) -> None:
         self.model = model
         self.calibration = calibration
+        self.of_prior = frozenset(of_prior)
 
     def calibration_for(self, version, outputs):
         if self.calibration is None or self.calibration.bundle_version != version:
             return None
         return CompiledCalibration(self.calibration, outputs)
+
+    def prior_targets(self, version):
+        return self.of_prior
 
     def describe(self):
         return {}
@@ -239,6 +243,17 @@ async def test_where_a_bundle_was_learned_its_failure_is_no_reason_to_believe_th
 async def test_a_learned_prediction_is_not_marked():
     ladder, _ = make(FakeClient(), FakeBundles(OWN), PRIOR)
     assert not (await ask(ladder)).low_confidence
+
+
+@pytest.mark.parametrize("of_prior", [(), ("ttft",), ("ttft", "tpot")])
+async def test_what_a_bundle_has_from_the_prior_is_told_apart_from_what_was_measured(of_prior):
+    ladder, _ = make(FakeClient(), FakeBundles(OWN, of_prior=of_prior))
+    prediction = await ask(ladder)
+    assert prediction.prior_targets == set(of_prior)
+    assert {"ttft_p50", "tpot_p50"} <= prediction.columns.keys()
+    left = {name.partition("_")[0] for name in prediction.measured().columns}
+    assert not left & set(of_prior)
+    assert {"ttft", "tpot"} - set(of_prior) <= left
 
 
 async def test_what_the_trainer_measured_of_the_prior_bends_it():

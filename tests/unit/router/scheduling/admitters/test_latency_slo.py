@@ -32,6 +32,11 @@ def test_a_sheddable_request_that_nobody_can_serve_in_time_is_refused():
     assert found.retry_after_ms == pytest.approx(500.0)
 
 
+def test_a_target_that_was_measured_refuses_whatever_else_is_the_priors():
+    slo = Slo(ttft_ms=1000, tpot_ms=10)
+    assert refusal(dataclasses.replace(LATE, prior_targets=frozenset({"tpot"})), slo=slo) is not None
+
+
 @pytest.mark.parametrize("priority", [0, 1, 1_000_000])
 def test_what_may_not_be_shed_is_let_in(priority):
     assert refusal(priority=priority) is None
@@ -42,6 +47,7 @@ def test_what_may_not_be_shed_is_let_in(priority):
     [
         {"predicted": None},
         {"predicted": dataclasses.replace(LATE, bundle_version=PriorModel("8b").bundle_version)},
+        {"predicted": dataclasses.replace(LATE, prior_targets=frozenset({"ttft"}))},
         {"slo": Slo()},
         {"predicted": prediction(tpot_p50=[30, 30])},
         {"slo": Slo(ttft_ms=1500)},
@@ -52,6 +58,7 @@ def test_what_may_not_be_shed_is_let_in(priority):
     ids=[
         "no prediction",
         "the prior's only",
+        "a bundle's that has it from the prior",
         "no objective",
         "none predicted",
         "one meets it",
