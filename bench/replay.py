@@ -76,8 +76,8 @@ LEARNING: Final = (
     *(
         f"services.trainer.{name}"
         for name in (
-            "basis", "cadence", "calibrate", "champion", "cycle", "evaluate", "learner", "levels", "outliers", "prior",
-            "shifts", "succession", "train", "window",
+            "base", "basis", "cadence", "calibrate", "champion", "cycle", "evaluate", "learner", "levels", "outliers",
+            "prior", "shifts", "succession", "train", "window",
         )
     ),
 )  # fmt: skip

@@ -1,10 +1,8 @@
 """Fit of the latency model: non-negative physics base × exp(clipped boosted residual), with a spread. Pure, CPU only.
 
 Per target: `p50 = base(x) · exp(clip(trees(x), ±1.5) + shift)`, `p90 = p50 · exp(q90 · scale(x))`. The base is least
-squares with weight 1/√y (1/y makes it ignore the tail: −55 % beyond the trained backlog against +0.3 %), one row of
-coefficients per hardware class that has samples enough, a scaled pooled row for one that has few, the pooled row for
-the unknown; below 500 rows it leans on the physics prior as far as that is right. Trees fit the log residual. TTFT's,
-towards the largest bases and beyond, where they would hold the error of a burst or two, give way to one factor, the
+squares with weight 1/√y (1/y makes it ignore the tail: −55 % beyond the trained backlog against +0.3 %), per hardware
+class, and held by the physics prior where rows are few (`base.py`). Trees fit the log residual. TTFT's, towards the largest bases and beyond, where they would hold the error of a burst or two, give way to one factor, the
 `edge`. A second small booster fits log |residual|; q90 and q99 are conformal quantiles of residual/scale on rows that
 neither booster saw.
 
