@@ -2,9 +2,10 @@
 
 Per target: `p50 = base(x) · exp(clip(trees(x), ±1.5) + shift)`, `p90 = p50 · exp(q90 · scale(x))`. The base is least
 squares with weight 1/√y (1/y makes it ignore the tail: −55 % beyond the trained backlog against +0.3 %), per hardware
-class, and held by the physics prior where rows are few (`base.py`). Trees fit the log residual. TTFT's, towards the largest bases and beyond, where they would hold the error of a burst or two, give way to one factor, the
-`edge`. A second small booster fits log |residual|; q90 and q99 are conformal quantiles of residual/scale on rows that
-neither booster saw.
+class, and held by the physics prior where rows are few (`base.py`). Trees fit the log residual. TTFT's, towards the
+largest bases and beyond, where they would hold the error of a burst or two, give way to one factor, the `edge`. A
+second small booster fits log |residual|; q90 and q99 are conformal quantiles of residual/scale on rows that neither
+booster saw. A target with too few rows is the prior's.
 
 `LatencyModel.predict` is the native reference that an exported graph must match. Everything in it is float32: hist
 thresholds are values of the data, and comparing them in float64 changed 59 % of rows.
@@ -236,9 +237,11 @@ def fit(snapshot: Snapshot, options: FitOptions, *, min_rows: int = 8) -> Latenc
         used[positions] = True
     if not models:
         return None
-    unlearned = tuple(target for target in TARGETS if target not in models) if options.prior is not None else ()
-    models |= {target: of_prior(prior_base(target, options.prior)) for target in unlearned if options.prior}
-    models = {target: models[target] for target in TARGETS if target in models}
+    unlearned: tuple[str, ...] = ()
+    if options.prior is not None:
+        unlearned = tuple(target for target in TARGETS if target not in models)
+        models |= {target: of_prior(prior_base(target, options.prior)) for target in unlearned}
+        models = {target: models[target] for target in TARGETS}
     rows = snapshot.rows[used]
     seen = np.zeros(HARDWARE_CODES, np.bool_)
     seen[rows[:, SCHEMA.index["hardware_class"]].astype(np.int64)] = True
