@@ -24,7 +24,6 @@ import yaml
 from bench.replay import (
     EQUAL,
     QUICK_CAPACITY,
-    RETRAIN_MS,
     SLO,
     Capacities,
     data_folder,
@@ -84,7 +83,7 @@ def profile(mode: str, folder: Path) -> str:
 def play(cell: Cell, hardware: str, rate_per_s: float, requests: int) -> dict[str, Any]:
     """One run as a row. Raises RuntimeError where its ledger doesn't end empty."""
     trace = load_trace(cell.trace, cell.seed, requests, data_folder()).at_rate(rate_per_s)
-    options = RunOptions(seed=cell.seed, slo=SLO, learning=LearningOptions(retrain_ms=RETRAIN_MS))
+    options = RunOptions(seed=cell.seed, slo=SLO, learning=LearningOptions())
     with tempfile.TemporaryDirectory() as folder:
         chosen = policy(profile(cell.mode, Path(folder)))
         result, cpu_s = timed(cell, trace, parse_hardware(hardware), chosen, options)

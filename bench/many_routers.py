@@ -26,7 +26,6 @@ from bench.replay import (
     MIXED,
     QUICK_CAPACITY,
     QUICK_POOL,
-    RETRAIN_MS,
     SLO,
     Capacities,
     data_folder,
@@ -77,7 +76,7 @@ def play(cell: Cell, hardware: str, rate_per_s: float, requests: int) -> dict[st
         seed=cell.seed + _OTHER_CHANCES * cell.again,
         slo=SLO,
         routers=cell.routers,
-        learning=LearningOptions(retrain_ms=RETRAIN_MS),
+        learning=LearningOptions(),
     )
     result, cpu_s = timed(cell, trace, parse_hardware(hardware), policy(cell.policy), options)
     return {

@@ -3,10 +3,11 @@
 `runs[]` has one object a run: trace, load, hardware, policy, seed, ttft_p50_ms, ttft_p90_ms, ttft_p99_ms, tpot_p90_ms,
 e2e_mean_ms, e2e_p50_ms, goodput, prefix_hit_ratio; and what `sim.replay.measure` says beside. `summary` compares
 `leadtime` with the others by the marks of this benchmark and names each one that is missed. Every learned policy starts
-cold inside its run, fits every 30 s of its time and sees what a router sees; the first fifth is left out. SLO: TTFT
-1 s × max(1, prompt/4096), TPOT 40 ms. 100 % load: what a pool carries under `load-prefix` (`sim.replay.measure`). Each
-mark says on which cells it rests, and workload by workload what came out. `policy_revision` is a digest of the code and
-the constants that a policy decides by: rows of another one are made again, and told until then.
+cold inside its run, fits every 10 s of its time, as a trainer does, and sees what a router sees; the first fifth is
+left out. SLO: TTFT 1 s × max(1, prompt/4096), TPOT 40 ms. 100 % load: what a pool carries under `load-prefix`
+(`sim.replay.measure`). Each mark says on which cells it rests, and workload by workload what came out.
+`policy_revision` is a digest of the code and the constants that a policy decides by: rows of another one are made
+again, and told until then.
 
 `--quick` is a named subset on made traces (15 s). `--full` runs every cell and appends each to `results/replay.jsonl`
 as it ends: started again, it goes on where it stopped, and several may share the work. Its order makes what there is at
@@ -67,8 +68,6 @@ CAPACITY_REQUESTS: Final[Mapping[str, int]] = {
     "C": 4_000,
     "D": 3_000,
 }
-# The trainer's own interval is 10 s: a third of the fits, which are half a run's CPU.
-RETRAIN_MS: Final = 30_000.0
 DECIDING: Final = ("services.router.scheduling.pipeline",)
 LEARNING: Final = (
     "shared.features",
@@ -155,7 +154,7 @@ def timed(
 def play(cell: Cell, rate_per_s: float, requests: int) -> dict[str, Any]:
     """One run as a row."""
     trace = load_trace(cell.trace, cell.seed, requests, data_folder()).at_rate(cell.load * rate_per_s)
-    options = RunOptions(seed=cell.seed, slo=SLO, learning=LearningOptions(retrain_ms=RETRAIN_MS))
+    options = RunOptions(seed=cell.seed, slo=SLO, learning=LearningOptions())
     result, cpu_s = timed(cell, trace, parse_hardware(cell.hardware), policy(cell.policy), options)
     return {
         **asdict(cell),

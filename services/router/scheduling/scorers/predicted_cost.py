@@ -13,7 +13,9 @@ alone would sell. urgency = (TPOT there Â· largest TPOT of all / TPOT objectiveÂ
 objective, and where hardware differs: over the hundred requests of a batch that is far from its objective, prices for
 others outweigh our TTFT and save no objective; on unlike hardware they take work to what does it faster.
 
-risk = P(an SLO is missed), ours by the predicted quantiles, plus, at a third of the price, the rise of the neighbours'
+risk = P(an SLO is missed), ours by the predicted quantiles (TPOT's spread is the pool's: learned per backlog bin, from
+labels that come a whole answer late, it differs between candidates by chance, and a tenth more of it outweighs their
+TTFT), plus, at a third of the price, the rise of the neighbours'
 risk, who are taken to have our TPOT objective, over answers whose rest is known less sharply than the next step. It
 fades as the best candidate's own risk nears 1: in overload it no longer ranks endpoints. A full KV cache admits nobody
 until an answer ends, and preempts: no latency model sees that coming, the scraped utilization does.
@@ -232,15 +234,16 @@ class PredictedCostScorer:
             left_ms = slo.ttft_ms - context.elapsed_ms
             if left_ms <= 0.0:
                 return None
-            z, _ = _standardised(ttft, prediction.get("ttft_p90"), left_ms)
+            z = _standardised(ttft, _spread(ttft, prediction.get("ttft_p90")), left_ms)
             met = _ONE - _normal_cdf(z)
         if slo.tpot_ms is not None and tpot is not None and added is not None:
-            z, spread = _standardised(tpot, prediction.get("tpot_p90"), slo.tpot_ms)
+            spread = _common(_spread(tpot, prediction.get("tpot_p90")))
+            z = _standardised(tpot, spread, slo.tpot_ms)
             met_tpot = _ONE - _normal_cdf(z)
             met = met_tpot if met is None else met * met_tpot
             # Slope of the distribution function times the rise of log TPOT, for each request there.
-            wide: _Column = np.maximum(spread, _OTHERS_SPREAD)
-            distance: _Column = z * spread / wide
+            wide = max(spread, _OTHERS_SPREAD)
+            distance: _Column = z * (spread / wide)
             rise = added / np.maximum(tpot, _LEAST_COST_MS) / wide
             others = _OTHERS_SHARE * _DENSITY_AT_0 * np.exp(-_HALF * distance * distance) * rise * requests
         if met is None:
@@ -268,13 +271,27 @@ def _prefill_ms(ttft: _Column, tpot: _Column | None, candidates: Candidates, ali
     return candidates.uncached_tokens * np.where(measured > 0.0, measured, pace[classes].astype(np.float32))
 
 
-def _standardised(p50: _Column, p90: _Column | None, limit_ms: float) -> tuple[_Column, _Column | np.float32]:
-    """How many log spreads the median lies above the limit, and the spread; latency is taken as log-normal."""
+def _spread(p50: _Column, p90: _Column | None) -> _Column | np.float32:
+    """Log spread of each candidate's latency, which is taken as log-normal."""
+    if p90 is None:
+        return _SPREAD_UNKNOWN
     p50 = np.maximum(p50, _LEAST_COST_MS)
-    spread: _Column | np.float32 = _SPREAD_UNKNOWN
-    if p90 is not None:
-        spread = np.maximum(np.log(np.maximum(p90, p50) / p50) / _Z90, _SPREAD_LEAST)
-    return np.log(p50 / np.float32(limit_ms)) / spread, spread
+    spread: _Column = np.maximum(np.log(np.maximum(p90, p50) / p50) / _Z90, _SPREAD_LEAST)
+    return spread
+
+
+def _common(spread: _Column | np.float32) -> np.float32:
+    """One log spread for all candidates: the median of those that have one."""
+    if isinstance(spread, np.float32):
+        return spread
+    known = spread[np.isfinite(spread)]
+    return np.float32(np.median(known)) if len(known) else _SPREAD_UNKNOWN
+
+
+def _standardised(p50: _Column, spread: _Column | np.float32, limit_ms: float) -> _Column:
+    """How many log spreads the median lies above the limit, float32 (n,)."""
+    logs: _Column = np.log(np.maximum(p50, _LEAST_COST_MS) / np.float32(limit_ms))
+    return logs / spread
 
 
 def _normal_cdf(z: _Column) -> _Column:
