@@ -79,6 +79,19 @@ def test_an_endpoint_is_believed_only_as_far_as_its_samples_go():
     assert much["slow"] - much["usual"] == pytest.approx(np.log(1.3), rel=0.25)
 
 
+@pytest.mark.parametrize(("lag", "least", "most"), [(0, 0.7, 1.0), (400, 0.0, 0.2)])
+def test_answers_decoded_side_by_side_are_one_witness_of_how_fast_an_endpoint_is(lag, least, most):
+    """A tenth less in 100 answers that overlapped is one batch that was small; in 100 one after the other it is a trait."""
+    raw = {"tpot_p50": 30.0, "tpot_p90": 33.0, "tpot_p99": 36.0, "in_range": 1.0}
+    state, rng = Calibrator(CalibrationOptions(), "v", tuple(raw)), np.random.default_rng(3)
+    for number in range(800):
+        endpoint = "abcdefgh"[number % 8]
+        factor = 0.9 if endpoint == "b" else 1.0
+        state.observe(raw, {"tpot": 30.0 * factor * np.exp(rng.normal(0, 0.06))}, 500.0, endpoint, lag=lag)
+    share = published(state).endpoint_log_bias["tpot"]["b"] / np.log(0.9)
+    assert least <= share <= most
+
+
 def test_a_target_that_the_bundle_lacks_or_the_sample_lacks_changes_nothing():
     state = calibrator()
     state.observe(RAW, {"e2e": 5000.0}, 100.0, "a")

@@ -173,10 +173,24 @@ def test_risk_fades_where_even_the_best_endpoint_is_sure_to_miss():
 
 
 def test_either_objective_alone_counts_and_both_combine():
-    predicted = prediction(ttft_p50=[500, 10], ttft_p90=[1000, 11], tpot_p50=[20, 1], tpot_p90=[40, 1.1])
+    predicted = prediction(ttft_p50=[500, 10], ttft_p90=[1000, 11], tpot_p50=[20, 1], tpot_p90=[40, 2])
     ctx = {slo: context(candidates(2), predicted, slo=slo) for slo in (Slo(1000), Slo(None, 40), Slo(1000, 40))}
     risks = [(cost(c, **RISK)[0] - 500) / 300 for c in ctx.values()]
     assert risks == pytest.approx([0.1, 0.1, 0.19], abs=2e-3)
+
+
+def test_a_bound_of_tpot_that_one_candidate_alone_has_wider_makes_it_no_riskier():
+    """The spread is learned by backlog bin from late labels; of candidates with one median none is set apart by it."""
+    predicted = prediction(ttft_p50=[50, 50, 50], tpot_p50=[30, 30, 30], tpot_p90=[33, 60, 33])
+    values = cost(context(candidates(3), predicted, slo=Slo(None, 40)), **RISK)
+    assert values[0] == values[1] == values[2]
+
+
+def test_candidates_without_a_bound_of_tpot_leave_the_spread_to_those_with_one():
+    nan = float("nan")
+    predicted = prediction(ttft_p50=[50, 50, nan], tpot_p50=[1, 20, nan], tpot_p90=[2, 40, nan])
+    values = cost(context(candidates(3), predicted, slo=Slo(None, 40)), **RISK)
+    assert values[:2] == pytest.approx([50, 50 + 300 * 0.1], rel=1e-2)
 
 
 @pytest.mark.parametrize(("limit_ms", "shares"), [(40.0, [1 / 64, 1 / 16]), (20.0, [1 / 4, 1.0]), (10.0, [1.0, 1.0])])
