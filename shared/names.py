@@ -75,6 +75,10 @@ HEADER_SCHEMA: Final = "leadtime-schema"
 HEADER_BUNDLE: Final = "leadtime-bundle"
 HEADER_OUTPUTS: Final = "leadtime-outputs"
 ROWS_CONTENT_TYPE: Final = "application/octet-stream"
+# `error.reason` of a 503: it has no verified bundle of that pool yet.
+REASON_NO_BUNDLE: Final = "no_bundle"
+# How `waiting_for` of its `/readyz` names the bundles that it waits for, each followed by the pool.
+BUNDLE_CONDITION_PREFIX: Final = "bundle:"
 
 # JetStream
 SAMPLES_STREAM: Final = "LEADTIME_SAMPLES"

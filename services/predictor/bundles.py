@@ -19,13 +19,13 @@ from shared.bundle import BundleGate, BundleRefusedError, Refusal
 from shared.clock import Clock
 from shared.features import SCHEMA_HASH
 from shared.lifecycle import Readiness
-from shared.names import BUNDLES_CHANNEL, bundle_key, bundle_pointer_key
+from shared.names import BUNDLE_CONDITION_PREFIX, BUNDLES_CHANNEL, bundle_key, bundle_pointer_key
 from shared.store_watch import StoreWatch
 
 
 def condition(pool: str) -> str:
     """Name of the readiness condition of a pool."""
-    return f"bundle:{pool}"
+    return BUNDLE_CONDITION_PREFIX + pool
 
 
 class BundleWatch:

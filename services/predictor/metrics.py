@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from services.predictor.slot import Served
 from shared.bundle import Refusal, RenderingName
 from shared.clock import Clock
+from shared.names import REASON_NO_BUNDLE
 from shared.store_watch import StoreMetrics
 from shared.telemetry import STEP_BUCKETS_S, seconds
 
@@ -32,7 +33,7 @@ class Reason(StrEnum):
     BODY_TIMEOUT = "body_timeout"
     UNAUTHORIZED = "unauthorized"
     DISCONNECTED = "disconnected"
-    NO_BUNDLE = "no_bundle"
+    NO_BUNDLE = REASON_NO_BUNDLE
     OVERLOADED = "overloaded"
     MODEL_FAULT = "model_fault"
 

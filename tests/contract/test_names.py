@@ -46,6 +46,8 @@ CONSTANTS = {
     "HEADER_BUNDLE": "leadtime-bundle",
     "HEADER_OUTPUTS": "leadtime-outputs",
     "ROWS_CONTENT_TYPE": "application/octet-stream",
+    "REASON_NO_BUNDLE": "no_bundle",
+    "BUNDLE_CONDITION_PREFIX": "bundle:",
     "SAMPLES_STREAM": "LEADTIME_SAMPLES",
     "SAMPLES_SUBJECTS": "leadtime.samples.v1.>",
     "DEDUP_HEADER": "Nats-Msg-Id",

@@ -29,6 +29,12 @@ class Behaviour(Enum):
     """Ends the connection in the middle of the answer."""
     UNAVAILABLE = auto()
     """503 to predictions and probes."""
+    NESTED = auto()
+    """503 likewise, with JSON that is nested thousands deep."""
+    NO_MODEL = auto()
+    """A predictor of the pools `default` and `other`, without a bundle of either."""
+    NO_OTHER_MODEL = auto()
+    """It lacks that of `other` alone: not ready, and answers."""
     REJECT = auto()
     """400 to predictions."""
     WRONG_SCHEMA = auto()
@@ -46,6 +52,15 @@ class Behaviour(Enum):
     NOT_HTTP = auto()
     CLOSE_AFTER = auto()
     """Answers, then ends the connection without having said so."""
+
+
+_NESTED = b'{"a":' * 9_000 + b"1" + b"}" * 9_000
+_WAITS = {
+    Behaviour.UNAVAILABLE: b"{}",
+    Behaviour.NESTED: _NESTED,
+    Behaviour.NO_MODEL: b'{"ready": false, "waiting_for": {"bundle:default": "not yet", "bundle:other": "not yet"}}',
+    Behaviour.NO_OTHER_MODEL: b'{"ready": false, "waiting_for": {"bundle:other": "none published yet"}}',
+}
 
 
 @dataclass
@@ -102,7 +117,8 @@ class FakePredictor:
             return False
         if first == "GET /readyz HTTP/1.1":
             self.probes += 1
-            writer.write(_http(503 if behaviour is Behaviour.UNAVAILABLE else 200, {}, b"{}"))
+            waits = _WAITS.get(behaviour)
+            writer.write(_http(200 if waits is None else 503, {}, waits or b"{}"))
             return True
         if first != "POST /v1/predict HTTP/1.1" or headers.get("content-type") != "application/octet-stream":
             writer.write(_http(404, {}, b""))
@@ -124,6 +140,12 @@ class FakePredictor:
             return False
         if self.token and headers.get("authorization") != f"Bearer {self.token}":
             writer.write(_http(401, {}, b"{}"))
+            return True
+        if behaviour is Behaviour.NO_MODEL:
+            writer.write(_http(503, {}, b'{"error": {"reason": "no_bundle", "message": "none yet"}}'))
+            return True
+        if behaviour is Behaviour.NESTED:
+            writer.write(_http(503, {}, _NESTED))
             return True
         status = {Behaviour.UNAVAILABLE: 503, Behaviour.REJECT: 400, Behaviour.WRONG_SCHEMA: 409}.get(behaviour, 200)
         if headers.get("leadtime-schema") != SCHEMA_HASH:

@@ -145,6 +145,8 @@ async def test_a_busy_replica_is_passed_over():
         (Behaviour.CUT, FailureReason.RESET),
         (Behaviour.NOT_HTTP, FailureReason.RESET),
         (Behaviour.UNAVAILABLE, FailureReason.UNAVAILABLE),
+        (Behaviour.NESTED, FailureReason.UNAVAILABLE),
+        (Behaviour.NO_MODEL, FailureReason.NO_BUNDLE),
         (Behaviour.WRONG_SCHEMA, FailureReason.STATUS),
         (Behaviour.SHORT, FailureReason.BAD_ANSWER),
         (Behaviour.NOT_A_NUMBER, FailureReason.BAD_ANSWER),
@@ -164,7 +166,14 @@ async def test_every_way_to_fail_is_a_typed_error_and_counted(behaviour, reason)
 
 @pytest.mark.parametrize(
     "behaviour",
-    [Behaviour.RESET, Behaviour.CUT, Behaviour.UNAVAILABLE, Behaviour.WRONG_SCHEMA, Behaviour.SHORT],
+    [
+        Behaviour.RESET,
+        Behaviour.CUT,
+        Behaviour.UNAVAILABLE,
+        Behaviour.NO_MODEL,
+        Behaviour.WRONG_SCHEMA,
+        Behaviour.SHORT,
+    ],
 )
 async def test_where_one_replica_fails_the_other_answers_the_same_request(behaviour):
     async with fake_predictor(behaviour) as bad, fake_predictor() as good, connected(bad.url, good.url) as (client, _):
@@ -224,13 +233,73 @@ async def test_an_ejected_replica_costs_no_time_and_a_probe_brings_it_back():
         assert np.array_equal(await ask(client, rows_of(2)), expected(rows_of(2)))
 
 
-async def test_an_unready_replica_is_probed_until_it_is_ready():
-    async with fake_predictor(Behaviour.UNAVAILABLE) as fake, connected(fake.url) as (client, _):
+@pytest.mark.parametrize("behaviour", [Behaviour.UNAVAILABLE, Behaviour.NESTED])
+async def test_an_unready_replica_is_probed_until_it_is_ready(behaviour):
+    async with fake_predictor(behaviour) as fake, connected(fake.url) as (client, _):
         assert await failure(client) is FailureReason.UNAVAILABLE
         await until(lambda: fake.probes >= 2, "probed again")
         assert not client.describe()[0]["live"]
         fake.behaviour = Behaviour.ANSWER
         await until(lambda: client.describe()[0]["live"], "back by a probe")
+
+
+def replicas_by_state(registry):
+    states = ("live", "without_model", "ejected")
+    return [registry.get_sample_value("leadtime_router_predict_replicas", {"state": state}) for state in states]
+
+
+async def test_a_predictor_without_a_model_is_not_ejected_and_is_called_once_it_has_one():
+    async with fake_predictor(Behaviour.NO_MODEL) as fake, connected(fake.url) as (client, registry):
+        assert await failure(client) is FailureReason.NO_BUNDLE
+        assert await failure(client) is FailureReason.NO_BUNDLE
+        await until(lambda: fake.probes >= 3, "probed again and again")
+        assert len(fake.calls) == 1
+        assert replicas_by_state(registry) == [0, 1, 0]
+        assert registry.get_sample_value("leadtime_router_predict_ejections_total") == 0
+        assert client.describe()[0]["without_model"]
+        fake.behaviour = Behaviour.ANSWER
+        await until(lambda: client.describe()[0]["live"], "back by a probe")
+        assert np.array_equal(await ask(client, rows_of(1)), expected(rows_of(1)))
+        assert replicas_by_state(registry) == [1, 0, 0]
+
+
+async def test_a_predictor_that_waits_for_another_pools_model_comes_back_all_the_same():
+    """It isn't ready until every pool has a bundle; this router's has one."""
+    async with fake_predictor() as fake, connected(fake.url) as (client, _):
+        await fake.stop()
+        assert await failure(client) is FailureReason.REFUSED
+        fake.behaviour = Behaviour.NO_OTHER_MODEL
+        await fake.start()
+        await until(lambda: client.describe()[0]["live"], "back by a probe")
+        assert np.array_equal(await ask(client, rows_of(1)), expected(rows_of(1)))
+
+
+async def test_a_predictor_without_a_model_that_dies_is_ejected():
+    async with fake_predictor(Behaviour.NO_MODEL) as fake, connected(fake.url) as (client, registry):
+        assert await failure(client) is FailureReason.NO_BUNDLE
+        await fake.stop()
+        await until(lambda: replicas_by_state(registry) == [0, 0, 1], "ejected")
+        assert client.describe()[0]["last_failure"] == "refused"
+        assert await failure(client) is FailureReason.NO_REPLICA
+
+
+async def test_what_a_predictor_says_of_its_missing_models_is_understood(tmp_path, redis):
+    """A real one of two pools: without both, with this router's alone, and started again so."""
+    async with (
+        predictor(tmp_path, redis.url, pools="default,other") as process,
+        connected(process.url) as (client, registry),
+    ):
+        assert await failure(client, rows_of(0)) is FailureReason.NO_BUNDLE
+        assert replicas_by_state(registry) == [0, 1, 0]
+        version = await publish(redis.url, make_bundle())
+        await until(lambda: client.describe()[0]["live"], "back by a probe")
+        assert (await client.predict(rows_of(1), DEADLINE_MS)).bundle_version == version
+        await process.kill()
+        assert await failure(client) is FailureReason.REFUSED
+        await process.start()
+        await until(lambda: client.describe()[0]["live"], "back by a probe")
+        assert not await process.is_ready()
+        assert (await client.predict(rows_of(2), DEADLINE_MS)).bundle_version == version
 
 
 async def test_a_decision_that_gives_up_leaves_the_others_of_its_call_alone():

@@ -3,7 +3,8 @@
 Rows that wait together share a call (`shared/coalescing.py`); the call goes to the live replica with the fewest calls
 outstanding; one that fails is followed by another in what is left of the one budget: the first try gets at most half of
 it while there is another to try. All addresses of every configured name are replicas, resolved again and again; where a
-name doesn't resolve, the addresses known before stay. Ejected replicas are probed in the background (`/readyz`).
+name doesn't resolve, the addresses known before stay. Replicas that are ejected or have no model yet are probed in the
+background (`/readyz`).
 
 Answers are checked before they are split: a row's answer can't go to another request.
 """
@@ -15,21 +16,31 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 import numpy as np
 import structlog
 
 from services.router.predict.errors import FailureReason, PredictError
 from services.router.predict.metrics import PredictMetrics
-from services.router.predict.replicas import Address, CircuitConfig, Replica, ReplicaSet
+from services.router.predict.replicas import Address, CircuitConfig, Probe, Replica, ReplicaSet
 from shared.clock import Clock
 from shared.coalescing import Coalescer, OverloadedError
 from shared.errors import FieldError
 from shared.features import SCHEMA_HASH, FloatMatrix
-from shared.names import HEADER_BUNDLE, HEADER_OUTPUTS, HEADER_POOL, HEADER_SCHEMA, PREDICT_PATH, ROWS_CONTENT_TYPE
+from shared.names import (
+    BUNDLE_CONDITION_PREFIX,
+    HEADER_BUNDLE,
+    HEADER_OUTPUTS,
+    HEADER_POOL,
+    HEADER_SCHEMA,
+    PREDICT_PATH,
+    REASON_NO_BUNDLE,
+    ROWS_CONTENT_TYPE,
+)
 from shared.prediction import OUTPUTS, plausible
 
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
@@ -39,6 +50,8 @@ _RESOLVE_TIMEOUT_S: Final = 2.0
 _RESOLVE_RETRY_MS: Final = 1_000.0
 _MAX_VERSION_BYTES: Final = 64
 _MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
+# Of an answer that says why not.
+_MAX_REFUSAL_BYTES: Final = 64 * 1024
 # Below the predictor's own 75 s: who ends an idle connection first knows that nothing is under way on it.
 _KEEP_ALIVE_S: Final = 60.0
 
@@ -47,6 +60,25 @@ _STATUS_REASONS: Final = {
     413: FailureReason.REJECTED,
     503: FailureReason.UNAVAILABLE,
 }
+
+
+class _Why(msgspec.Struct):
+    reason: str
+
+
+class _Refusal(msgspec.Struct):
+    """A predictor's answer other than 200."""
+
+    error: _Why
+
+
+class _Readiness(msgspec.Struct):
+    """Its `/readyz` while it isn't ready."""
+
+    waiting_for: dict[str, str]
+
+
+_Said = TypeVar("_Said", _Refusal, _Readiness)
 
 Resolve = Callable[[str, int], Awaitable[Sequence[tuple[str, int]]]]
 
@@ -161,6 +193,7 @@ class PredictorClient:
         self._addresses: dict[_Origin, list[Address]] = {}
         self._unresolved: set[_Origin] = set()
         self._resolve_at_ms = float("-inf")
+        self._own_bundle = BUNDLE_CONDITION_PREFIX + pool
         self._headers = {HEADER_POOL: pool, HEADER_SCHEMA: SCHEMA_HASH, "content-type": ROWS_CONTENT_TYPE}
         if token:
             self._headers["authorization"] = f"Bearer {token}"
@@ -175,7 +208,9 @@ class PredictorClient:
         self._upkeep: asyncio.Task[None] | None = None
         self._probes: dict[Address, asyncio.Task[None]] = {}
         self._log = structlog.get_logger()
-        metrics.watch_replicas(self._replicas.live_count, self._replicas.ejected_count)
+        metrics.watch_replicas(
+            self._replicas.live_count, self._replicas.without_model_count, self._replicas.ejected_count
+        )
 
     async def __aenter__(self) -> Self:
         self._upkeep = asyncio.create_task(self._keep_up(), name="predictors")
@@ -196,7 +231,7 @@ class PredictorClient:
     async def predict(self, rows: FloatMatrix, deadline_ms: float) -> RawAnswer:
         """Answer checked rows, float32 (n, F), within `deadline_ms` from now; raises PredictError."""
         if not self._replicas.live_count():
-            raise PredictError(FailureReason.NO_REPLICA, f"{len(self._replicas)} known, all ejected")
+            raise self._none_live()
         try:
             answer = self._coalescer.submit(rows)
         except OverloadedError as error:
@@ -210,6 +245,12 @@ class PredictorClient:
             answer.cancel()
         return RawAnswer(values, source.outputs, source.bundle_version)
 
+    def _none_live(self) -> PredictError:
+        known, ejected = len(self._replicas), self._replicas.ejected_count()
+        without_model = self._replicas.without_model_count()
+        reason = FailureReason.NO_BUNDLE if without_model else FailureReason.NO_REPLICA
+        return PredictError(reason, f"{known} known, {ejected} ejected, {without_model} without a model")
+
     def describe(self) -> list[dict[str, Any]]:
         """Each replica's state, for people."""
         return [
@@ -217,6 +258,7 @@ class PredictorClient:
                 "address": str(replica.address),
                 "origin": replica.address.origin,
                 "live": replica.live,
+                "without_model": replica.without_model,
                 "outstanding": replica.outstanding,
                 "calls": replica.calls,
                 "failures_in_a_row": replica.failures,
@@ -232,7 +274,7 @@ class PredictorClient:
         end_ms = self._clock.monotonic_ms() + self._config.call_ms
         body = np.ascontiguousarray(rows, "<f4").tobytes()
         tried: set[Address] = set()
-        failure = PredictError(FailureReason.NO_REPLICA, "all are ejected")
+        failure: PredictError | None = None
         while (replica := self._replicas.choose(tried)) is not None:
             started_ms = self._clock.monotonic_ms()
             left_ms = end_ms - started_ms
@@ -261,15 +303,21 @@ class PredictorClient:
             self._failed(replica, failure)
             if failure.reason is FailureReason.REJECTED:
                 break
-        raise failure
+        raise failure or self._none_live()
 
     def _failed(self, replica: Replica, failure: PredictError) -> None:
         self._metrics.call_failed(failure.reason)
         if failure.reason is FailureReason.REJECTED:
             return
+        lived = replica.live
         if self._replicas.failed(replica, failure.reason, self._clock.monotonic_ms()):
-            self._metrics.ejected()
-            self._log.warning("predictor ejected", replica=str(replica.address), reason=failure.reason.value)
+            self._ejected(replica, failure.reason)
+        elif lived and replica.without_model:
+            self._log.info("predictor has no model yet", replica=str(replica.address))
+
+    def _ejected(self, replica: Replica, reason: FailureReason) -> None:
+        self._metrics.ejected()
+        self._log.warning("predictor ejected", replica=str(replica.address), reason=reason.value)
 
     async def _ask(self, address: Address, body: bytes, count: int) -> tuple[FloatMatrix, _Source]:
         """One POST of `count` rows; raises PredictError, aiohttp.ClientError or OSError."""
@@ -287,6 +335,10 @@ class PredictorClient:
             async with response:
                 if response.status != 200:
                     reason = _STATUS_REASONS.get(response.status, FailureReason.STATUS)
+                    if reason is FailureReason.UNAVAILABLE:
+                        refusal = await _read_refusal(response, _Refusal)
+                        if refusal is not None and refusal.error.reason == REASON_NO_BUNDLE:
+                            raise PredictError(FailureReason.NO_BUNDLE, "it has no model yet")
                     raise PredictError(reason, f"status {response.status}")
                 if (response.content_length or 0) > _MAX_ANSWER_BYTES:
                     raise PredictError(FailureReason.BAD_ANSWER, f"an answer of {response.content_length} bytes")
@@ -374,23 +426,50 @@ class PredictorClient:
 
     async def _probe(self, replica: Replica) -> None:
         """Ask over new connections: those from before may be dead without a sign, and are left if it answers."""
-        peer, answered = self._peer(replica.address), False
+        peer, found = self._peer(replica.address), Probe.FAILED
+        reason = FailureReason.UNAVAILABLE
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 async with peer.session.get(peer.url + "/readyz", server_hostname=peer.server_name) as response:
-                    answered = response.status == 200
-        except (aiohttp.ClientError, OSError):  # a TimeoutError is an OSError
-            answered = False
+                    found = await self._found(response)
+        except TimeoutError:
+            reason = FailureReason.TIMEOUT
+        except (aiohttp.ClientError, OSError) as error:
+            refused = isinstance(error, aiohttp.ClientConnectorError)
+            reason = FailureReason.REFUSED if refused else FailureReason.RESET
         finally:
-            if answered and replica.address in self._peers:
+            if found is Probe.READY and replica.address in self._peers:
                 self._peers[replica.address], peer = peer, self._peers[replica.address]
             await peer.leave()
-        self._replicas.probed(replica, answered, self._clock.monotonic_ms())
-        if answered:
+        if self._replicas.probed(replica, found, self._clock.monotonic_ms()):
+            replica.last_failure = reason
+            self._ejected(replica, reason)
+        elif found is Probe.READY:
             self._log.info("predictor is back", replica=str(replica.address))
+
+    async def _found(self, response: aiohttp.ClientResponse) -> Probe:
+        """What `/readyz` says of this pool: a predictor of several isn't ready as long as any has no bundle."""
+        if response.status == 200:
+            return Probe.READY
+        waits = await _read_refusal(response, _Readiness) if response.status == 503 else None
+        if waits is None or not waits.waiting_for:
+            return Probe.FAILED
+        if any(not each.startswith(BUNDLE_CONDITION_PREFIX) for each in waits.waiting_for):
+            return Probe.FAILED
+        return Probe.NO_MODEL if self._own_bundle in waits.waiting_for else Probe.READY
 
     def _probe_ended(self, address: Address, _: "asyncio.Task[None]") -> None:
         self._probes.pop(address, None)
+
+
+async def _read_refusal(response: aiohttp.ClientResponse, kind: type[_Said]) -> _Said | None:
+    """The body of an answer that isn't 200, or None: a gateway in between says what it likes."""
+    if response.content_length is None or response.content_length > _MAX_REFUSAL_BYTES:
+        return None
+    try:
+        return msgspec.json.decode(await response.read(), type=kind)
+    except (msgspec.DecodeError, RecursionError):  # the other one: nested thousands deep
+        return None
 
 
 def _expire(answer: "asyncio.Future[tuple[FloatMatrix, _Source]]", deadline_ms: float) -> None:

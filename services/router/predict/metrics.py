@@ -114,8 +114,11 @@ class PredictMetrics:
     def call_failed(self, reason: FailureReason) -> None:
         self._calls[reason.value].inc()
 
-    def watch_replicas(self, live: Callable[[], int], ejected: Callable[[], int]) -> None:
+    def watch_replicas(
+        self, live: Callable[[], int], without_model: Callable[[], int], ejected: Callable[[], int]
+    ) -> None:
         self._replicas.labels("live").set_function(live)
+        self._replicas.labels("without_model").set_function(without_model)
         self._replicas.labels("ejected").set_function(ejected)
 
     def ejected(self) -> None:

@@ -1,18 +1,29 @@
-"""Which predictor gets the next call: least outstanding among those not ejected. No I/O, time as an argument.
+"""Which predictor gets the next call: least outstanding among those that are live. No I/O, time as an argument.
 
 A replica that can't be connected to or that says it can't serve is ejected at once, one that is slow or breaks off
 after a few failures in a row; only a successful probe brings it back. A probe costs no request its deadline, and the
-interval between probes doubles while they fail.
+interval between probes doubles while they fail. One that has no model yet doesn't fail: it is probed at the shortest
+interval, however long that takes, and comes back as one that never failed.
 """
 
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from services.router.predict.errors import FailureReason
 
 # Proof enough by itself that the next call would fail too.
 _DECISIVE = frozenset({FailureReason.REFUSED, FailureReason.UNAVAILABLE, FailureReason.STATUS})
+
+
+class Probe(Enum):
+    """What a probe found."""
+
+    READY = auto()
+    NO_MODEL = auto()
+    """It answers, and says that it waits for a bundle."""
+    FAILED = auto()
 
 
 class Address(NamedTuple):
@@ -38,7 +49,10 @@ class CircuitConfig:
 
 @dataclass(slots=True)
 class Replica:
-    """One predictor's state. `probe_at_ms` is None while it takes calls."""
+    """One predictor's state. `probe_at_ms` is None while it takes calls.
+
+    `without_model`: it takes none only since it has no bundle yet.
+    """
 
     address: Address
     outstanding: int = 0
@@ -46,6 +60,7 @@ class Replica:
     calls: int = 0
     probe_at_ms: float | None = None
     probe_interval_ms: float = 0.0
+    without_model: bool = False
     last_failure: FailureReason | None = field(default=None)
 
     @property
@@ -72,8 +87,11 @@ class ReplicaSet:
     def live_count(self) -> int:
         return sum(replica.live for replica in self._replicas.values())
 
+    def without_model_count(self) -> int:
+        return sum(replica.without_model for replica in self._replicas.values())
+
     def ejected_count(self) -> int:
-        return len(self._replicas) - self.live_count()
+        return len(self._replicas) - self.live_count() - self.without_model_count()
 
     def update(self, addresses: Iterable[Address]) -> list[Replica]:
         """Take these addresses as all there are; the state of those that stay is kept. Returns those that left."""
@@ -105,24 +123,43 @@ class ReplicaSet:
 
     def failed(self, replica: Replica, reason: FailureReason, now_ms: float) -> bool:
         """Count a failure; True if the replica is ejected by it."""
-        replica.failures += 1
         replica.last_failure = reason
+        if reason is FailureReason.NO_BUNDLE:
+            if replica.live:
+                self._await_model(replica, now_ms)
+            return False
+        replica.failures += 1
         if not replica.live or (reason not in _DECISIVE and replica.failures < self._config.max_failures):
             return False
         self._put_off(replica, now_ms)
         return True
 
     def due_probes(self, now_ms: float) -> list[Replica]:
-        """Ejected replicas whose probe is due."""
+        """Replicas that take no calls and whose probe is due."""
         return [r for r in self._replicas.values() if r.probe_at_ms is not None and r.probe_at_ms <= now_ms]
 
-    def probed(self, replica: Replica, answered: bool, now_ms: float) -> None:
-        """A probe came back. After a good one the next failure ejects again, whatever its kind."""
-        if answered:
+    def probed(self, replica: Replica, found: Probe, now_ms: float) -> bool:
+        """A probe came back; True if the replica is ejected by it.
+
+        After a good one the next failure of a replica that was ejected ejects it again, whatever its kind.
+        """
+        waited = replica.without_model
+        if found is Probe.NO_MODEL:
+            self._await_model(replica, now_ms)
+            return False
+        replica.without_model = False
+        if found is Probe.READY:
             replica.probe_at_ms = None
-            replica.failures = self._config.max_failures - 1
-        else:
-            self._put_off(replica, now_ms)
+            replica.failures = 0 if waited else self._config.max_failures - 1
+            return False
+        self._put_off(replica, now_ms)
+        return waited
+
+    def _await_model(self, replica: Replica, now_ms: float) -> None:
+        replica.without_model = True
+        replica.failures = 0
+        replica.probe_interval_ms = 0.0
+        replica.probe_at_ms = now_ms + self._config.probe_ms
 
     def _put_off(self, replica: Replica, now_ms: float) -> None:
         doubled = 2 * replica.probe_interval_ms

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.predict.errors import FailureReason
-from services.router.predict.replicas import Address, CircuitConfig, ReplicaSet
+from services.router.predict.replicas import Address, CircuitConfig, Probe, ReplicaSet
 
 A, B, C = (Address(f"10.0.0.{i}", 8080, "http://predictor:8080") for i in (1, 2, 3))
 DECISIVE = (FailureReason.REFUSED, FailureReason.UNAVAILABLE, FailureReason.STATUS)
@@ -52,7 +52,9 @@ def test_a_decisive_failure_ejects_at_once(reason):
     assert (replicas.live_count(), replicas.ejected_count()) == (1, 1)
 
 
-@pytest.mark.parametrize("reason", [reason for reason in FailureReason if reason not in DECISIVE])
+@pytest.mark.parametrize(
+    "reason", [reason for reason in FailureReason if reason not in {*DECISIVE, FailureReason.NO_BUNDLE}]
+)
 def test_other_failures_eject_after_three_in_a_row(reason):
     replicas = made(A, max_failures=3)
     replica = of(replicas, A)
@@ -83,7 +85,7 @@ def test_probes_come_at_doubling_intervals_up_to_the_longest():
     intervals = []
     for _ in range(3):
         intervals.append(replica.probe_at_ms)
-        replicas.probed(replica, False, 0.0)
+        replicas.probed(replica, Probe.FAILED, 0.0)
     assert [*intervals, replica.probe_at_ms] == [500.0, 1_000.0, 1_500.0, 1_500.0]
 
 
@@ -91,7 +93,7 @@ def test_a_good_probe_brings_a_replica_back_on_probation():
     replicas = made(A, max_failures=3)
     replica = of(replicas, A)
     replicas.failed(replica, FailureReason.REFUSED, 0.0)
-    replicas.probed(replica, True, 500.0)
+    replicas.probed(replica, Probe.READY, 500.0)
     assert replicas.choose() is replica
     assert replicas.failed(replica, FailureReason.TIMEOUT, 600.0)
 
@@ -105,7 +107,59 @@ def test_new_addresses_keep_the_state_of_those_that_stay_and_name_those_that_lef
     assert of(replicas, C).live
 
 
-@given(st.lists(st.tuples(st.sampled_from(["fail", "ok", "probe", "dead"]), st.integers(0, 2)), max_size=40))
+def test_a_replica_without_a_model_is_not_called_and_not_ejected():
+    replicas = made(A, B)
+    assert not replicas.failed(of(replicas, A), FailureReason.NO_BUNDLE, 0.0)
+    assert {replicas.choose().address for _ in range(4)} == {B}
+    assert (replicas.live_count(), replicas.without_model_count(), replicas.ejected_count()) == (1, 1, 0)
+
+
+def test_a_replica_without_a_model_is_probed_as_often_however_long_that_takes():
+    replicas = made(A, probe_ms=500.0)
+    replica = of(replicas, A)
+    replicas.failed(replica, FailureReason.NO_BUNDLE, 0.0)
+    for now_ms in range(500, 50_000, 500):
+        assert replicas.due_probes(now_ms - 1.0) == []
+        assert replicas.due_probes(now_ms) == [replica]
+        assert not replicas.probed(replica, Probe.NO_MODEL, now_ms)
+
+
+def test_a_replica_that_has_its_model_now_comes_back_as_one_that_never_failed():
+    replicas = made(A, max_failures=3)
+    replica = of(replicas, A)
+    replicas.failed(replica, FailureReason.NO_BUNDLE, 0.0)
+    assert not replicas.probed(replica, Probe.READY, 500.0)
+    assert replicas.choose() is replica
+    assert [replicas.failed(replica, FailureReason.TIMEOUT, 600.0) for _ in range(3)] == [False, False, True]
+
+
+def test_a_replica_without_a_model_that_no_longer_answers_is_ejected():
+    replicas = made(A, probe_ms=500.0)
+    replica = of(replicas, A)
+    replicas.failed(replica, FailureReason.NO_BUNDLE, 0.0)
+    assert replicas.probed(replica, Probe.FAILED, 500.0)
+    assert not replicas.probed(replica, Probe.FAILED, 1_000.0)
+    assert (replicas.without_model_count(), replicas.ejected_count()) == (0, 1)
+    assert replica.probe_at_ms == 2_000.0
+
+
+def test_an_ejected_replica_that_answers_again_without_a_model_is_no_longer_probed_ever_more_seldom():
+    replicas = made(A, probe_ms=500.0)
+    replica = of(replicas, A)
+    replicas.failed(replica, FailureReason.REFUSED, 0.0)
+    for _ in range(4):
+        replicas.probed(replica, Probe.FAILED, 0.0)
+    replicas.probed(replica, Probe.NO_MODEL, 10_000.0)
+    assert (replicas.without_model_count(), replicas.ejected_count()) == (1, 0)
+    assert replica.probe_at_ms == 10_500.0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["fail", "ok", "probe", "dead", "no model", "still none"]), st.integers(0, 2)),
+        max_size=40,
+    )
+)
 def test_whatever_happens_what_is_chosen_is_live_and_was_not_tried(events):
     replicas = made(A, B, C)
     for now_ms, (event, index) in enumerate(events):
@@ -116,12 +170,15 @@ def test_whatever_happens_what_is_chosen_is_live_and_was_not_tried(events):
             replicas.failed(replica, FailureReason.REFUSED, now_ms)
         elif event == "ok":
             replicas.succeeded(replica)
+        elif event == "no model":
+            replicas.failed(replica, FailureReason.NO_BUNDLE, now_ms)
         elif not replica.live:
-            replicas.probed(replica, True, now_ms)
+            replicas.probed(replica, Probe.READY if event == "probe" else Probe.NO_MODEL, now_ms)
         chosen = replicas.choose({A})
         assert chosen is None or (chosen.live and chosen.address != A)
         assert (chosen is None) == (replicas.others({A}) == 0)
-        assert replicas.live_count() + replicas.ejected_count() == 3
+        assert replicas.live_count() + replicas.without_model_count() + replicas.ejected_count() == 3
+        assert len(replicas.due_probes(now_ms + 1e9)) == 3 - replicas.live_count()
 
 
 def test_an_address_is_written_as_people_write_it():
