@@ -70,12 +70,15 @@ class HealthConfig:
     Five failures in a row or 8 of the newest 20, each where at the pool's usual share that is less than one in a
     million by chance. One that fails half of its requests gives 8 of 20 in 7 of 8 cases. `lost_word_ms`: after a
     trial's end, from when on no word of it is a good one. `trial_ms`: one under way for longer doesn't keep the next
-    off. `old_after_ms`: what an endpoint did so long ago says nothing of what is usual.
+    off. `old_after_ms`: what an endpoint did so long ago says nothing of what is usual. `over_by_chance`: nor does
+    what failed before a run of answers less likely than that, were it still as before: two after 18 failures, ten
+    where half fails.
     """
 
     max_set_aside_share: float = 0.5
     failures_in_a_row: int = 5
     by_chance: float = 1e-6
+    over_by_chance: float = 1e-3
     outcomes: int = 20
     failures: int = 8
     first_ms: float = 2_000.0
@@ -136,15 +139,26 @@ class Case:
             return Standing.IN_USE
         return Standing.SET_ASIDE if now_ms < self.until_ms else Standing.PROBING
 
-    def note(self, failure: FailureKind | None, now_ms: float, outcomes: int) -> None:
-        self.newest = (self.newest << 1 | (failure is not None)) & ((1 << outcomes) - 1)
-        self.outcomes = min(self.outcomes + 1, outcomes)
+    def note(self, failure: FailureKind | None, now_ms: float, config: HealthConfig) -> None:
+        self.newest = (self.newest << 1 | (failure is not None)) & ((1 << config.outcomes) - 1)
+        self.outcomes = min(self.outcomes + 1, config.outcomes)
         self.last_ms = now_ms
         if failure is None:
             self.in_a_row = 0
+            self._forget_what_is_over(config.over_by_chance)
             return
         self.in_a_row += 1
         self.reason = failure
+
+    def _forget_what_is_over(self, chance: float) -> None:
+        """One that goes on failing where all did draws the requests; the others get few to show that they are well."""
+        if self.newest == 0:
+            return
+        answered = (self.newest & -self.newest).bit_length() - 1
+        # Half a failure and half an answer more, since even where nothing but failures was seen an answer can come.
+        usual = (self.failures + 0.5) / (self.outcomes - answered + 1.0)
+        if (1.0 - usual) ** answered <= chance:
+            self.newest, self.outcomes = 0, answered
 
 
 class EndpointHealth:
@@ -192,7 +206,7 @@ class EndpointHealth:
             case.counts[failure] = case.counts.get(failure, 0) + 1
         if case is None:
             return None
-        case.note(failure, now_ms, self.config.outcomes)
+        case.note(failure, now_ms, self.config)
         if case.since_ms is None:
             return self._of_one_in_use(slot, case, failure, now_ms)
         if now_ms < case.until_ms or (dispatched_ms is not None and dispatched_ms < case.until_ms):

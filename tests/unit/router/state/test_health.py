@@ -163,6 +163,57 @@ def test_the_broken_are_set_aside_again_when_the_others_are_well():
     assert pool.aside() == [0, 1]
 
 
+def drawn(pool: Pool, failing: int, rng: random.Random, *, at_most: int = 1_000) -> int:
+    """How many requests fail until it is set aside, where an endpoint that fails at once draws nine of ten."""
+    well = [slot for slot in pool.slots if slot != failing]
+    failed = 0
+    while failing not in pool.aside() and failed < at_most:
+        if rng.random() < 0.9:
+            pool.outcome(failing)
+            failed += 1
+        else:
+            pool.outcome(rng.choice(well), None)
+    return failed
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_one_that_still_fails_when_all_others_are_well_again_is_found_though_it_draws_nearly_everything(size: int):
+    """What failed while all did is over as soon as answers show it, not when 20 of them pushed it out."""
+    found = []
+    for seed in range(40):
+        pool = Pool(size)
+        for _ in range(20):
+            for slot in pool.slots:
+                pool.outcome(slot)
+        assert not pool.aside()
+        found.append(drawn(pool, size - 1, random.Random(seed)))
+    assert sum(found) / len(found) < 25 * size
+    assert max(found) < 80 * size
+
+
+def test_one_that_fails_after_another_is_well_again_is_found_though_it_draws_nearly_everything():
+    for seed in range(40):
+        pool = Pool(3)
+        pool.outcome(0, times=20)
+        assert pool.aside() == [0]
+        pool.outcome(1, times=20)
+        assert not pool.aside()  # two of three are more than may be
+        assert drawn(pool, 1, random.Random(seed)) < 150
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_answers_among_failures_take_nothing_back(share: float):
+    """A run of them that chance may bring is no sign of a change."""
+    rng = random.Random(5)
+    pool = Pool(1)
+    failures = []
+    for _ in range(4_000):
+        pool.outcome(0, ERROR if rng.random() < share else None)
+        case = pool.health.case(0)
+        failures.append(case.failures / case.outcomes if case is not None and case.outcomes else 0.0)
+    assert abs(sum(failures) / len(failures) - share) < 0.02
+
+
 @pytest.mark.parametrize(("size", "allowed"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (100, 50)])
 def test_at_most_half_and_never_the_last(size: int, allowed: int):
     assert CONFIG.allowed(size) == allowed
