@@ -54,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     result = {**asyncio.run(playing), "short": options.short}
     result["broken"] = failures(result)
     sys.stdout.write(table(result["faults"]) + "\n")
+    unseen = result["predictions"]["unseen"]
+    sys.stdout.write(f"predictions made of a calibration that was missed here: {unseen}\n")
     sys.stdout.write(f"samples: {json.dumps(result['samples'])}; {result['seconds']} s; logs: {run_dir}\n")
     for broken in result["broken"]:
         sys.stdout.write(f"broken: {broken}\n")

@@ -37,6 +37,8 @@ def failures(result: Mapping[str, Any]) -> list[str]:
             found.append(f"{name}: the ledgers weren't exact within {SETTLE_LIMIT_S:g} s ({settled})")
     if sum(fault["predictions_checked"] for fault in result["faults"]) < 1:
         found.append("no prediction could be held against its bundle")
+    if unexplained := result["predictions"]["unexplained"]:
+        found.append(f"{len(unexplained)} predictions that no bundle explains: {unexplained[:5]}")
     if result["ledger_faults"]:
         found.append(f"routers found {result['ledger_faults']} inconsistencies in their ledgers")
     trained = result["samples"]

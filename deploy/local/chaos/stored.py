@@ -10,7 +10,7 @@ from nats.js.errors import NotFoundError
 
 from deploy.local.chaos import bundles
 from shared.names import DEDUP_HEADER, SAMPLES_STREAM
-from shared.samples import decode_sample
+from shared.samples import LatencySample, decode_sample
 
 
 class Stored:
@@ -22,6 +22,7 @@ class Stored:
         self._told_doubled: set[str] = set()
         self.judge = bundles.Judge()
         self.judged: Counter[bundles.Verdict] = Counter()
+        self._unsettled: list[LatencySample] = []
         self.up_to = 0
         """The stream's sequence number up to which it was read"""
 
@@ -35,10 +36,23 @@ class Stored:
                 with contextlib.suppress(NotFoundError):
                     message = await js.get_msg(SAMPLES_STREAM, sequence)
                     self._found[(message.headers or {}).get(DEDUP_HEADER, f"without id {sequence}")] += 1
-                    self.judged[self.judge.judge(decode_sample(message.data or b""))] += 1
+                    self._judge(decode_sample(message.data or b""))
             self.up_to = last
         finally:
             await client.close()
+
+    def _judge(self, sample: LatencySample) -> None:
+        verdict = self.judge.judge(sample)
+        self.judged[verdict] += 1
+        if not verdict.settled:
+            self._unsettled.append(sample)
+
+    def judge_again(self) -> dict[bundles.Verdict, list[LatencySample]]:
+        """What isn't settled, by all that is known now."""
+        found: dict[bundles.Verdict, list[LatencySample]] = {}
+        for sample in self._unsettled:
+            found.setdefault(self.judge.judge(sample), []).append(sample)
+        return found
 
     async def lost(self, acknowledged: set[str], *, within_s: float) -> set[str]:
         """Acknowledged samples that don't come up in the stream, though they are given time."""

@@ -153,6 +153,7 @@ class Suite:
                 say(fault.name)
                 results.append(await self._play(fault, usual_ms))
             samples = await self._trained()
+            again = self._stored.judge_again()
         finally:
             for task in background:
                 task.cancel()
@@ -166,6 +167,13 @@ class Suite:
             "usual_p99_ms": usual_ms,
             "ledger_faults": self._ledger_faults,
             "samples": samples,
+            "predictions": {
+                "unseen": len(again.get(bundles.Verdict.UNSEEN, ())),
+                "unexplained": [
+                    f"{sample.decision_id} by {sample.bundle_version}"
+                    for sample in again.get(bundles.Verdict.UNEXPLAINED, ())
+                ],
+            },
             "requests": len(self._load.fates),
         }
 
@@ -209,7 +217,9 @@ class Suite:
             "samples_doubled": len(doubled),
             "predictions_checked": now[bundles.Verdict.AGREES] - judged[bundles.Verdict.AGREES],
             "bundles_mixed": now[bundles.Verdict.MIXED] - judged[bundles.Verdict.MIXED],
-            "predictions_unexplained": now[bundles.Verdict.UNEXPLAINED] - judged[bundles.Verdict.UNEXPLAINED],
+            "predictions_unexplained": sum(
+                now[verdict] - judged[verdict] for verdict in (bundles.Verdict.UNSEEN, bundles.Verdict.UNEXPLAINED)
+            ),
             "stuck": stuck,
             "served_by": dict(sorted(Counter(fate.served_by or "nobody" for fate in fates).items())),
             "seconds": round(time.monotonic() - began_s, 1),

@@ -35,6 +35,7 @@ RESULT = {
     "faults": [FAULT],
     "ledger_faults": 0,
     "samples": {"not_seen_by_trainer": 0, "trained_twice": 0},
+    "predictions": {"unseen": 1, "unexplained": []},
 }
 
 
@@ -67,6 +68,11 @@ def test_each_promise_that_broke_is_named_with_its_fault(key: str, value: object
 def test_a_sample_that_was_trained_never_or_twice_is_a_failure(key: str) -> None:
     assert len(failures({**RESULT, "samples": {**RESULT["samples"], key: 1}})) == 1
     assert len(failures({**RESULT, "ledger_faults": 1})) == 1
+
+
+def test_a_prediction_that_nothing_explains_is_a_failure() -> None:
+    (found,) = failures({**RESULT, "predictions": {"unseen": 0, "unexplained": ["0190 by 17-ab"]}})
+    assert "0190 by 17-ab" in found
 
 
 def test_the_table_has_a_line_a_fault_and_a_dash_for_the_unknown() -> None:

@@ -16,17 +16,17 @@ NEW = make_bundle(created_unix_ms=1.8e12, offset=150.0)
 ROW = rows_of(40.0)
 
 
-def calibration(bundle, log_bias: float) -> Calibration:
+def calibration(bundle, log_bias: float, sequence: int = 1) -> Calibration:
     return Calibration(
         pool="default",
         bundle_version=bundle.manifest.version,
-        sequence=1,
+        sequence=sequence,
         updated_unix_ms=1.0,
         log_bias={"ttft": log_bias, "tpot": log_bias},
     )
 
 
-OF_OLD, OF_NEW = calibration(OLD, 0.05), calibration(NEW, 0.2)
+OF_OLD, OF_NEW = calibration(OLD, 0.05, 2), calibration(NEW, 0.2, 1)
 
 
 def judge() -> Judge:
@@ -70,3 +70,39 @@ def test_what_was_not_learned_is_not_judged():
     assert judge().judge(msgspec.structs.replace(make_sample("x"), prediction=None)) is Verdict.NONE
     guessed = msgspec.structs.replace(sample(NEW, NEW, None), bundle_version=f"{PRIOR_PREFIX}h100-70b")
     assert judge().judge(guessed) is Verdict.NONE
+
+
+def test_where_a_calibrations_number_is_missing_it_may_have_been_that():
+    known = judge()
+    told = sample(OLD, OLD, calibration(OLD, -0.3))
+    assert known.judge(told) is Verdict.UNEXPLAINED
+    known.learn_calibration(calibration(OLD, 0.1, 4))
+    assert known.judge(told) is Verdict.UNSEEN
+    assert known.judge(sample(NEW, NEW, calibration(NEW, -0.3))) is Verdict.UNEXPLAINED
+
+
+def test_a_calibration_that_is_read_again_is_not_one_that_was_missed():
+    known = judge()
+    known.learn_calibration(OF_OLD)
+    assert known.judge(sample(OLD, OLD, calibration(OLD, -0.3))) is Verdict.UNEXPLAINED
+
+
+@pytest.mark.parametrize("sequence", [1, 2, 7])
+def test_numbers_that_begin_anew_hide_how_many_were_missed(sequence):
+    """Redis was emptied, or the run began later than the trainer."""
+    known = judge()
+    known.learn_calibration(calibration(NEW, 0.1, sequence))
+    for bundle in (OLD, NEW):
+        assert known.judge(sample(bundle, bundle, calibration(bundle, -0.3))) is Verdict.UNSEEN
+
+
+def test_what_is_learned_later_explains_what_came_before():
+    known = Judge()
+    told = sample(NEW, NEW, OF_NEW)
+    assert known.judge(told) is Verdict.UNEXPLAINED
+    assert known.wanted == {NEW.manifest.version}
+    known.learn_bundle(NEW)
+    assert known.judge(told) is Verdict.UNEXPLAINED
+    known.learn_calibration(OF_NEW)
+    assert known.judge(told) is Verdict.AGREES
+    assert not known.wanted
