@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import Field, FilePath, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, FilePath, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from shared.client_files import check_nats_credentials, check_nkey_seed, check_tls_files, tls_client_context
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, reason_of
 from shared.faults import in_words
 from shared.names import validate_pool
 from shared.streams import (
@@ -34,6 +34,19 @@ from shared.streams import (
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
 PositiveMs = Annotated[float, Field(gt=0, le=3_600_000)]
+
+
+def _visible(value: Any) -> Any:
+    """Says in our words what the system says of a path that can't be looked at; pydantic raises it as it comes."""
+    if isinstance(value, str | Path):
+        try:
+            Path(value).is_file()
+        except OSError as error:
+            raise ValueError(f"found a path that can't be looked at ({reason_of(error)}); allowed: a file") from None
+    return value
+
+
+ReadableFile = Annotated[FilePath, BeforeValidator(_visible)]
 
 
 class _Block(BaseSettings):
@@ -148,14 +161,14 @@ class NatsSettings(_Block):
 
     servers: str = "nats://127.0.0.1:4222"
     """Comma-separated URLs; `tls://` asks for TLS."""
-    credentials_file: FilePath | None = None
+    credentials_file: ReadableFile | None = None
     """A `.creds` file (JWT and NKey)."""
-    nkey_seed_file: FilePath | None = None
+    nkey_seed_file: ReadableFile | None = None
     user: str | None = None
     password: SecretStr | None = None
-    tls_ca_file: FilePath | None = None
-    tls_cert_file: FilePath | None = None
-    tls_key_file: FilePath | None = None
+    tls_ca_file: ReadableFile | None = None
+    tls_cert_file: ReadableFile | None = None
+    tls_key_file: ReadableFile | None = None
 
     @field_validator("servers")
     @classmethod
@@ -249,9 +262,9 @@ class RedisSettings(_Block):
     sentinel_username: str | None = None
     """Of the sentinels themselves, where they ask for one."""
     sentinel_password: SecretStr | None = None
-    tls_ca_file: FilePath | None = None
-    tls_cert_file: FilePath | None = None
-    tls_key_file: FilePath | None = None
+    tls_ca_file: ReadableFile | None = None
+    tls_cert_file: ReadableFile | None = None
+    tls_key_file: ReadableFile | None = None
     signing_key: SecretStr | None = None
     """HMAC key of bundles and calibrations, at least 16 characters; needed unless Redis is on loopback or a socket."""
 

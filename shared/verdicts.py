@@ -53,7 +53,7 @@ class Note(StrEnum):
 class Verdict:
     """An accepted sample with its notes, or the reason against it.
 
-    `status` and `endpoint`: what the router, that judges without an access log, has seen of either.
+    `status`, `endpoint`, `bodiless`: what the router, that judges without an access log, has seen of an answer.
     """
 
     reason: Reason
@@ -61,12 +61,14 @@ class Verdict:
     notes: tuple[Note, ...] = ()
     status: int = 0
     endpoint: str | None = None
+    bodiless: bool = False
 
 
 class Unsampled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a decided request ended that made no sample. `status`: the client's, 0 where it left before there was one.
 
     `endpoint`: the one that answered, or was tried last; None where nobody says. `attempts`: how many were tried.
+    `bodiless`: a whole answer of 2xx had not one byte.
     """
 
     decision_id: str
@@ -74,6 +76,7 @@ class Unsampled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: int = 0
     endpoint: str | None = None
     attempts: int = 1
+    bodiless: bool = False
 
 
 _encoder = msgspec.json.Encoder()

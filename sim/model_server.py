@@ -288,6 +288,9 @@ class ModelServer:
         """Apply the faults that keep a request from the engine."""
         if self._faults.hang:
             return True
+        if self._faults.empty:
+            exchange.respond(200, b"")
+            return True
         status = self._faults.fail_status
         if status is None or self._failures_left == 0:
             return False

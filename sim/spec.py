@@ -23,6 +23,8 @@ class Faults(_Strict):
     """Answer generation requests with this status and an OpenAI-shaped error."""
     fail_count: int | None = Field(default=None, ge=1)
     """How many requests `fail_status` hits; None: until the faults are set anew."""
+    empty: bool = False
+    """Answer generation requests with 200 and no body."""
     hang: bool = False
     """Accept generation requests and never answer them."""
     reset_after_tokens: int | None = Field(default=None, ge=0)

@@ -101,6 +101,7 @@ def unsampled(entry: AccessLogEntry, reason: Reason) -> Unsampled | None:
         status=entry.status,
         endpoint=entry.upstream_address,
         attempts=min(entry.attempts, MAX_ATTEMPTS),
+        bodiless=reason is Reason.EMPTY and entry.response_bytes == 0,
     )
 
 

@@ -131,7 +131,8 @@ class CompletionObserver:
         if not self._settled:
             self._settled = True
             verdict = self._judge(now_ms, ended=ended)
-            self._done(replace(verdict, status=self._status or 0, endpoint=self._served))
+            bodiless = verdict.reason is Reason.EMPTY and self._wire_bytes == 0
+            self._done(replace(verdict, status=self._status or 0, endpoint=self._served, bodiless=bodiless))
 
     def _judge(self, now_ms: float, *, ended: bool) -> Verdict:
         listed = self._decision.endpoints

@@ -319,7 +319,11 @@ class Director:
         if verdict.sample is None:
             self.observe_end(
                 Unsampled(
-                    decision_id=decision_id, reason=verdict.reason, status=verdict.status, endpoint=verdict.endpoint
+                    decision_id=decision_id,
+                    reason=verdict.reason,
+                    status=verdict.status,
+                    endpoint=verdict.endpoint,
+                    bodiless=verdict.bodiless,
                 )
             )
         elif self._completions is not None:
@@ -432,6 +436,7 @@ class Director:
             status=end.status,
             reached=end.reason is not Reason.NO_ENDPOINT,
             retried=end.attempts > 1,
+            bodiless=end.bodiless,
         )
         self.decisions.observe(end)
         failure = failure_of(end)

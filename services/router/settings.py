@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, FilePath, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.router.alias_file import alias_table
@@ -17,7 +17,15 @@ from services.router.request.parse import DEFAULT_MAX_BODY_BYTES
 from services.router.restored_name import parse_routes
 from services.router.sample_sink import parse_collectors
 from services.router.state.table import MAX_CANDIDATES
-from shared.settings import NatsSettings, Port, PositiveMs, RedisSettings, ServiceSettings, is_loopback
+from shared.settings import (
+    NatsSettings,
+    Port,
+    PositiveMs,
+    ReadableFile,
+    RedisSettings,
+    ServiceSettings,
+    is_loopback,
+)
 
 
 class RouterSettings(ServiceSettings):
@@ -36,17 +44,17 @@ class RouterSettings(ServiceSettings):
     """gRPC health: "", liveness, readiness and the ext-proc service's name."""
     tls: Literal["off", "files", "self-signed"] = "off"
     """TLS on the ext-proc port; `self-signed` makes a key at each start, for gateways that don't verify."""
-    tls_cert_file: FilePath | None = None
+    tls_cert_file: ReadableFile | None = None
     """PEM; with `tls_key_file`, for `tls=files`. Read again when they change."""
-    tls_key_file: FilePath | None = None
-    tls_client_ca_file: FilePath | None = None
+    tls_key_file: ReadableFile | None = None
+    tls_client_ca_file: ReadableFile | None = None
     """With `tls=files`: only clients with a certificate of this CA may call."""
     endpoints: str = ""
     """Comma-separated model servers: `http://host:port;hardware_class=h100;role=decode`; a name stands for all its
     addresses. `dns://name:port` and `srv://_service._proto.name` ask DNS itself and heed its TTL."""
     dns_servers: str = ""
     """Comma-separated `ip` or `ip:port` for `dns://` and `srv://` entries; empty: the machine's."""
-    endpoints_file: FilePath | None = None
+    endpoints_file: ReadableFile | None = None
     """YAML or JSON with more of them, watched; replaced as a whole."""
     kubernetes_pool: str = ""
     """Name of an InferencePool (v1) whose pods are endpoints."""
@@ -72,7 +80,7 @@ class RouterSettings(ServiceSettings):
     """Size class of the pool's model for the physics prior, which answers until there is a bundle."""
     profile: str | None = None
     """Name of a preset or of the profile in `profile_file`; without it that file's, else `leadtime`."""
-    profile_file: FilePath | None = None
+    profile_file: ReadableFile | None = None
     """YAML with a profile of one's own, or an `EndpointPickerConfig`; read again when it changes."""
     decision_budget_ms: PositiveMs = 100.0
     predict_deadline_ms: PositiveMs = 40.0
@@ -87,13 +95,13 @@ class RouterSettings(ServiceSettings):
     """JSON: objective name → priority, or {priority, ttft_slo_ms, tpot_slo_ms}, for trusted requests that name one."""
     model_objectives: dict[str, Any] = Field(default_factory=dict)
     """JSON: model → the same, for all its requests that don't say otherwise."""
-    objectives_file: FilePath | None = None
+    objectives_file: ReadableFile | None = None
     """YAML with both tables (`objectives:`, `models:`), joined with the settings; read again when it changes."""
     forward_control_headers: bool = False
     """Whether SLO, objective, priority and other headers for the router go on to the model server."""
     model_aliases: dict[str, str | dict[str, int]] = Field(default_factory=dict)
     """JSON: a client's name for a model → the model, or models by weight: `{"chat": {"llama-a": 9, "llama-b": 1}}`."""
-    model_aliases_file: FilePath | None = None
+    model_aliases_file: ReadableFile | None = None
     """The same table as YAML; the two are joined, and may not both name an alias."""
     restored_routes: str = ""
     """Comma-separated beginnings of paths (`/v1/chat/,/team/`) whose responses name the model as the client did; Envoy

@@ -186,6 +186,9 @@ def test_the_message_about_a_request_without_a_sample_has_these_bytes() -> None:
     assert decode_unsampled(b'{"decision_id":"id-1","reason":"shed"}') == Unsampled(
         decision_id="id-1", reason=Reason.SHED
     )
+    bare = Unsampled(decision_id="id-1", reason=Reason.EMPTY, status=200, bodiless=True)
+    assert encode_unsampled(bare) == b'{"decision_id":"id-1","reason":"empty","status":200,"bodiless":true}'
+    assert decode_unsampled(encode_unsampled(bare)) == bare
 
 
 @pytest.mark.parametrize(

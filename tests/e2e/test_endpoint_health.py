@@ -1,4 +1,4 @@
-"""An endpoint that accepts requests and answers 500 at once, between others that work, behind the real Envoy."""
+"""An endpoint that accepts requests and answers 500, or nothing, at once, between others that work; the real Envoy."""
 
 import asyncio
 import contextlib
@@ -95,5 +95,8 @@ async def test_an_endpoint_that_answers_500_gets_no_more_than_trials_until_it_is
             )
             assert await live.metric(live.router, 'leadtime_router_endpoint_failures_total{kind="error"}') >= 5
             assert await live.metric(live.router, 'leadtime_router_endpoint_health_events_total{event="returned"}') >= 1
+            await live.control("faults/s1", {"empty": True})
+            await until(partial(aside, live, port), "set aside for answers without a body", timeout_s=60.0)
+            assert (await health(live, port))["reason"] == "empty"
         assert "endpoint set aside" in live.logs()
         assert "endpoint in use again" in live.logs()

@@ -35,6 +35,8 @@ class Behaviour(Enum):
     """A predictor of the pools `default` and `other`, without a bundle of either."""
     NO_OTHER_MODEL = auto()
     """It lacks that of `other` alone: not ready, and answers."""
+    REDIRECT = auto()
+    """307 to itself, again and again."""
     REJECT = auto()
     """400 to predictions."""
     WRONG_SCHEMA = auto()
@@ -146,6 +148,9 @@ class FakePredictor:
             return True
         if behaviour is Behaviour.NESTED:
             writer.write(_http(503, {}, _NESTED))
+            return True
+        if behaviour is Behaviour.REDIRECT:
+            writer.write(_http(307, {"location": "/v1/predict"}, b""))
             return True
         status = {Behaviour.UNAVAILABLE: 503, Behaviour.REJECT: 400, Behaviour.WRONG_SCHEMA: 409}.get(behaviour, 200)
         if headers.get("leadtime-schema") != SCHEMA_HASH:

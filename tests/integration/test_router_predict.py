@@ -148,6 +148,7 @@ async def test_a_busy_replica_is_passed_over():
         (Behaviour.NESTED, FailureReason.UNAVAILABLE),
         (Behaviour.NO_MODEL, FailureReason.NO_BUNDLE),
         (Behaviour.WRONG_SCHEMA, FailureReason.STATUS),
+        (Behaviour.REDIRECT, FailureReason.STATUS),
         (Behaviour.SHORT, FailureReason.BAD_ANSWER),
         (Behaviour.NOT_A_NUMBER, FailureReason.BAD_ANSWER),
         (Behaviour.NEGATIVE, FailureReason.BAD_ANSWER),

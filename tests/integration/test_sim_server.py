@@ -390,6 +390,13 @@ async def test_requests_can_fail_a_number_of_times(simulation, client):
     assert statuses == [503, 503, 200]
 
 
+async def test_answers_can_be_empty(simulation, client):
+    await set_faults(simulation, client, "faulty", empty=True)
+    answer = await client.post(f"{simulation.urls['faulty']}/v1/completions", json={"prompt": "x", "max_tokens": 1})
+    assert (answer.status_code, answer.content) == (200, b"")
+    await set_faults(simulation, client, "faulty")
+
+
 async def test_a_hang_answers_nothing_until_the_client_gives_up(simulation, client):
     await set_faults(simulation, client, "faulty", hang=True)
     with pytest.raises(httpx.ReadTimeout):
@@ -459,7 +466,7 @@ async def test_answers_can_be_compressed(simulation, client):
 async def test_a_bad_fault_is_refused_and_named(simulation, client):
     answer = await client.post(f"{simulation.control}/control/faults/faulty", json={"hagn": True})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("hagn: no such key; allowed: fail_count, ")
+    assert answer.json()["error"]["message"].startswith("hagn: no such key; allowed: empty, fail_count, ")
     assert (await client.post(f"{simulation.control}/control/faults/nobody", json={})).status_code == 404
 
 

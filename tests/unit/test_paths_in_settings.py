@@ -1,5 +1,6 @@
 """A path that can't be used stops the start of its service with the setting's name, of every setting that is a path."""
 
+import os
 import random
 import typing
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ OPENED: dict[str, Callable[[Any], object]] = {
 }
 # Paths that are made where they aren't, so that only their folder can be wrong.
 MADE = {"LEADTIME_ROUTER_DECISION_LOG", "LEADTIME_COLLECTOR_SPOOL_DIR"}
-WRONG = ("below a file", "no folder", "folder", "junk")
+WRONG = ("below a file", "no folder", "folder", "junk", "pipe", "endless", "too long")
 
 
 def paths_of(settings: type[BaseSettings]) -> list[str]:
@@ -75,6 +76,7 @@ CASES = [
     for variable in paths_of(service)
     for wrong in WRONG
     if not (variable in MADE and wrong in {"no folder", "junk"})
+    and not (variable == "LEADTIME_ROUTER_DECISION_LOG" and wrong == "endless")  # /dev/stdout is one, too
     and (wrong == "junk" or not variable.startswith(("LEADTIME_NATS", "LEADTIME_REDIS")) or service is RouterSettings)
 ]
 
@@ -86,6 +88,7 @@ def around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name, text in (("key", key), ("certificate", certificate), ("token", b"t"), ("junk", b"junk \xe9\n")):
         (tmp_path / name).write_bytes(text)
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     for name, value in {
         "ROUTER_TLS": "files",
         "ROUTER_TLS_CERT_FILE": str(tmp_path / "certificate"),
@@ -120,6 +123,9 @@ def test_a_path_that_can_t_be_used_stops_the_start(
         "no folder": around / "no" / "x",
         "folder": around / ("junk" if variable.endswith("_DIR") else "folder"),
         "junk": around / "junk",
+        "pipe": around / "pipe",
+        "endless": Path("/dev/zero"),
+        "too long": around / ("x" * 300),
     }
     monkeypatch.setenv(variable, str(places[wrong]))
     with pytest.raises(ConfigurationError) as refused:
@@ -140,3 +146,19 @@ def test_the_table_holds_every_path() -> None:
     assert found == own
     assert {"LEADTIME_ROUTER_ENDPOINTS_FILE", "LEADTIME_NATS_CREDENTIALS_FILE", *MADE, *OPENED} <= found
     assert {*paths_of(NatsSettings), *paths_of(RedisSettings)} <= found
+
+
+def test_a_folder_that_others_keep_closed_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch, around: Path) -> None:
+    def closed(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setenv("LEADTIME_ROUTER_TLS_CERT_FILE", str(around / "certificate"))
+    monkeypatch.setattr(Path, "is_file", closed)
+    with pytest.raises(ConfigurationError, match=r"TLS_CERT_FILE: found a path .*Permission denied.*; allowed: a file"):
+        load(RouterSettings)
+
+
+def test_a_kubernetes_token_of_no_letters_is_refused(monkeypatch: pytest.MonkeyPatch, around: Path) -> None:
+    (around / "token").write_bytes(b"\n")
+    with pytest.raises(ConfigurationError, match="an empty file"):
+        _sources(load(RouterSettings))

@@ -61,18 +61,28 @@ class KubeConfig:
 
 
 def check_files(config: KubeConfig) -> None:
-    """Raises FieldError, named like the setting, for a token or certificates that can't be read."""
+    """Raises FieldError, named like the setting, for a token or certificates that can't be read.
+
+    A pipe or a device is no file: reading it may never end.
+    """
     try:
-        if config.token_file is not None:
-            config.token_file.read_text(encoding="ascii")
+        _check_kind("kubernetes_token_file", config.token_file)
+        if config.token_file is not None and not config.token_file.read_text(encoding="ascii").strip():
+            raise FieldError("kubernetes_token_file", "an empty file", "a token")
     except (OSError, UnicodeDecodeError) as error:
         found = reason_of(error) if isinstance(error, OSError) else "text that isn't ASCII"
         raise FieldError("kubernetes_token_file", f"a file that can't be read ({found})", "a token") from None
     try:
+        _check_kind("kubernetes_ca_file", config.ca_file)
         _tls_of(config)
     except OSError as error:
         found = "bytes that aren't PEM" if isinstance(error, ssl.SSLError) else f"no file ({reason_of(error)})"
         raise FieldError("kubernetes_ca_file", found, "certificates as PEM") from None
+
+
+def _check_kind(field: str, file: Path | None) -> None:
+    if file is not None and file.exists() and not file.is_file():
+        raise FieldError(field, "a path that isn't a file's", "a file")
 
 
 def _tls_of(config: KubeConfig) -> ssl.SSLContext | None:

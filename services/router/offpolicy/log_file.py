@@ -89,5 +89,5 @@ class DecisionLogFile:
         self._lines.labels("written").inc(len(entries))
 
     def _open(self) -> int:
-        """A descriptor of the file; only its owner may read it."""
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        """A descriptor of the file; only its owner may read it. Nobody is waited for at a pipe's other end."""
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)

@@ -123,7 +123,7 @@ class _Origin:
 
 @dataclass(slots=True)
 class _Peer:
-    """The connections to one replica."""
+    """The connections to one replica. No redirection is followed: rows and token are for it alone."""
 
     session: aiohttp.ClientSession
     url: str
@@ -132,6 +132,14 @@ class _Peer:
     """Whose certificate is asked for, where it is TLS."""
     calls: int = 0
     left: bool = False
+
+    async def post(self, path: str, body: bytes) -> aiohttp.ClientResponse:
+        return await self.session.post(
+            self.url + path, data=body, server_hostname=self.server_name, allow_redirects=False
+        )
+
+    async def get(self, path: str) -> aiohttp.ClientResponse:
+        return await self.session.get(self.url + path, server_hostname=self.server_name, allow_redirects=False)
 
     async def leave(self) -> None:
         """End with the last call under way."""
@@ -325,13 +333,13 @@ class PredictorClient:
         peer.calls += 1
         try:
             try:
-                response = await peer.session.post(peer.url + PREDICT_PATH, data=body, server_hostname=peer.server_name)
+                response = await peer.post(PREDICT_PATH, body)
             except aiohttp.ClientConnectorError:
                 raise
             except aiohttp.ClientConnectionError:
                 # It may have closed an idle connection as we wrote, which is no sign of ill health. Asking twice does
                 # no harm.
-                response = await peer.session.post(peer.url + PREDICT_PATH, data=body, server_hostname=peer.server_name)
+                response = await peer.post(PREDICT_PATH, body)
             async with response:
                 if response.status != 200:
                     reason = _STATUS_REASONS.get(response.status, FailureReason.STATUS)
@@ -430,7 +438,7 @@ class PredictorClient:
         reason = FailureReason.UNAVAILABLE
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                async with peer.session.get(peer.url + "/readyz", server_hostname=peer.server_name) as response:
+                async with await peer.get("/readyz") as response:
                     found = await self._found(response)
         except TimeoutError:
             reason = FailureReason.TIMEOUT

@@ -28,7 +28,8 @@ class FailureKind(StrEnum):
     """What an endpoint is to blame for; a closed list for counting.
 
     `error`: a 5xx; `overloaded`: 429 or 503; `reset`: the connection ended before the answer did; `unreachable`: there
-    was none; `timeout`: of the gateway; `retried`: the gateway tried another, and doesn't say after what.
+    was none; `timeout`: of the gateway; `retried`: the gateway tried another, and doesn't say after what; `empty`: an
+    answer of 2xx without a byte.
     """
 
     ERROR = "error"
@@ -37,6 +38,7 @@ class FailureKind(StrEnum):
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
     RETRIED = "retried"
+    EMPTY = "empty"
 
 
 def failure_of_status(status: int) -> FailureKind | None:
@@ -121,6 +123,8 @@ class Case:
     """Of the newest failure."""
     since_ms: float | None = None
     """When it was set aside; None: it is in use."""
+    again_ms: float = _NEVER
+    """When it was set aside the last time, by a trial that failed."""
     until_ms: float = _NEVER
     level: int = 0
     """How often it was set aside without having been well for long in between."""
@@ -217,10 +221,15 @@ class EndpointHealth:
         return self._passed(slot, case)
 
     def dispatched(self, slot: int, decision_id: str, now_ms: float) -> Change | None:
-        """A request goes to an endpoint. One that is tried is to get no other: `held_until_ms` says for how long."""
+        """A request goes to an endpoint. One that is tried is to get no other: `held_until_ms` says for how long.
+
+        Each router draws its own time; the first that is up is everybody's. What is sent in the first half of it is of
+        a router that hasn't heard yet.
+        """
         case = self._cases.get(slot)
-        if case is None or case.since_ms is None or now_ms < case.until_ms:
+        if case is None or case.since_ms is None or now_ms < (case.again_ms + case.until_ms) / 2.0:
             return None
+        case.until_ms = min(case.until_ms, now_ms)
         change = None
         if case.trial_ended_ms is not None and now_ms >= case.trial_ended_ms + self.config.lost_word_ms:
             change = self._passed(slot, case)
@@ -303,6 +312,7 @@ class EndpointHealth:
         config = self.config
         stay_ms = min(config.first_ms * 2.0 ** min(case.level, 32), config.longest_ms)
         case.since_ms = now_ms if case.since_ms is None else case.since_ms
+        case.again_ms = now_ms
         case.until_ms = now_ms + stay_ms * self._rng.uniform(1.0 - config.jitter, 1.0 + config.jitter)
         case.level += 1
         case.passed = 0

@@ -421,13 +421,16 @@ class PoolState:
         status: int = 0,
         reached: bool = True,
         retried: bool = False,
+        bodiless: bool = False,
     ) -> None:
         """A finished request of which there is nothing to learn but how it ended.
 
         `endpoint`: the one that answered, or that was tried last and not `reached`; None where nobody says. `retried`:
-        others were tried before it.
+        others were tried before it. `bodiless`: its answer was whole, good, and without a byte.
         """
         failure = failure_of_status(status) if reached else FailureKind.UNREACHABLE
+        if bodiless:
+            failure = FailureKind.EMPTY
         if failure is not None and (failed := self._records.get(decision_id)) is not None:
             self._take_back(decision_id, failed)
         record = self._records.settle(decision_id)

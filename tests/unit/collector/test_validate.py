@@ -149,6 +149,22 @@ def test_the_router_is_told_of_its_requests_that_make_no_sample(changes: dict[st
     assert (found and (found.reason.value, found.status, found.endpoint)) == end
 
 
+@pytest.mark.parametrize(
+    ("changes", "bodiless"),
+    [
+        ({"response_bytes": 0}, True),
+        ({"output_tokens": 0}, False),  # as of embeddings
+        ({"response_bytes": 0, "status": 404}, False),
+        ({"response_bytes": 0, "flags": frozenset({"upstream_request_timeout"})}, False),
+    ],
+)
+def test_the_router_is_told_of_a_good_status_without_a_body(changes: dict[str, Any], bodiless: bool) -> None:
+    entry = make_entry(**changes)
+    found = unsampled(entry, judge(entry, "default", PROBES).reason)
+    assert found is not None
+    assert found.bodiless is bodiless
+
+
 def test_a_completed_stream_makes_the_sample_of_the_endpoint_that_served() -> None:
     sample = accepted(decision=decided("10.0.0.8:8000", SERVED, ttft_slo_ms=500.0), attempts=2)
     assert sample.endpoint == SERVED

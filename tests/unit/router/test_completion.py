@@ -158,9 +158,12 @@ def test_a_whole_answer_that_is_no_success_makes_no_sample(status: int) -> None:
 
 
 def test_an_answer_without_a_body_or_a_token_is_empty() -> None:
-    assert Watch().respond(headers=JSON).reason is Reason.EMPTY
+    bare = Watch().respond(headers=JSON)
+    assert (bare.reason, bare.bodiless) == (Reason.EMPTY, True)
     none = json.dumps({"usage": {"prompt_tokens": 3, "completion_tokens": 0}}).encode()
-    assert Watch().respond(none, headers=JSON).reason is Reason.EMPTY
+    untold = Watch().respond(none, headers=JSON)
+    assert (untold.reason, untold.bodiless) == (Reason.EMPTY, False)
+    assert not Watch().respond(headers=JSON, status=404).bodiless
 
 
 def test_an_informational_answer_is_no_answer() -> None:

@@ -342,6 +342,21 @@ async def test_a_pick_that_was_passed_over_is_counted_once_and_its_request_moves
     assert director._state.in_flight == 0
 
 
+@pytest.mark.parametrize("bodiless", [True, False])
+async def test_an_endpoint_whose_good_answers_are_bare_is_set_aside(bodiless: bool) -> None:
+    director = make(FakeLadder([90.0, 10.0, 50.0]))
+    result = await routed(director)
+    address = result.destinations[0]
+    for _ in range(5):
+        director.observe_end(
+            Unsampled(
+                decision_id=result.decision_id, reason=Reason.EMPTY, status=200, endpoint=address, bodiless=bodiless
+            )
+        )
+    health = {status.address: status.health for status in director._state.endpoints(1.0)}
+    assert health[address].failures == ({"empty": 5} if bodiless else {})
+
+
 async def test_a_servers_error_is_in_the_decision_log_and_a_clients_is_not() -> None:
     logged: list[LoggedDecision | LoggedOutcome] = []
     director = make(FakeLadder([90.0, 10.0, 50.0]), to_log=logged.append)

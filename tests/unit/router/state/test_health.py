@@ -2,6 +2,8 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -42,6 +44,10 @@ class Pool:
         decision_id = str(next(self._ids))
         self._kept(self.health.dispatched(slot, decision_id, self.now_ms))
         return decision_id
+
+    def heard(self, sent_ms: float) -> None:
+        """Another router has sent a request to the first endpoint."""
+        self._kept(self.health.dispatched(0, str(next(self._ids)), sent_ms))
 
     def _kept(self, change: Change | None) -> Change | None:
         if change is not None:
@@ -273,6 +279,46 @@ def test_one_request_at_a_time_tries_it_and_three_good_ones_bring_it_back():
         assert (change is not None) == (number == 2)
     assert pool.changes[-1] == Change(Event.RETURNED, (0,))
     assert pool.standing(0) is Standing.IN_USE
+
+
+def test_the_router_whose_time_is_up_first_tries_it_for_all():
+    pool = Pool(4)
+    pool.outcome(0, times=5)
+    aside_ms = pool.now_ms
+    pool.now_ms = aside_ms + 999.0
+    pool.send(0)  # by a router that hasn't heard
+    assert pool.health.held_until_ms(0, pool.now_ms) == aside_ms + 2_000.0
+    pool.now_ms = sent_ms = aside_ms + 1_700.0
+    pool.send(0)
+    assert (pool.standing(0), pool.free(0)) == (Standing.PROBING, False)
+    change = pool.outcome(0, dispatched_ms=sent_ms)
+    assert change is not None
+    assert (change.event, change.held_until_ms) == (Event.PROBE_FAILED, pool.now_ms + 4_000.0)
+
+
+@pytest.mark.parametrize("routers", [1, 2, 4])
+def test_several_routers_try_a_dead_endpoint_hardly_oftener_than_one(routers: int):
+    """Each hears of the others' requests after 30 ms and of every outcome after 150."""
+    pools = [Pool(4, HealthConfig(), seed) for seed in range(routers)]
+    for pool in pools:
+        pool.outcome(0, times=5)
+    due: list[tuple[float, Callable[[Pool], object], Pool]] = []
+    trials = 0
+    for now_ms in range(10, 120_000, 10):
+        for pool in pools:
+            pool.now_ms = float(now_ms)
+        for _, act, pool in [each for each in due if each[0] <= now_ms]:
+            act(pool)
+        due = [each for each in due if each[0] > now_ms]
+        for pool in pools:
+            if pool.free(0):
+                trials += 1
+                pool.send(0)
+                heard = partial(Pool.heard, sent_ms=float(now_ms))
+                due += [(now_ms + 30.0, heard, other) for other in pools if other is not pool]
+                ended = partial(Pool.outcome, slot=0, dispatched_ms=float(now_ms))
+                due += [(now_ms + 150.0, ended, each) for each in pools]
+    assert 5 <= trials <= 8
 
 
 def test_requests_sent_before_say_nothing_of_how_it_is_now():

@@ -118,6 +118,17 @@ def test_what_the_server_says_of_itself_is(status: int):
     assert candidates(pool, 1.0) == (B, C, D)
 
 
+def test_a_good_status_without_a_byte_is_a_failure_and_one_without_a_token_an_answer():
+    pool = make_pool(*ADDRESSES)
+    fail(pool, A, 4, status=200, bodiless=True)
+    fail(pool, A, 1, now_ms=1.0, status=200)
+    fail(pool, A, 3, now_ms=2.0, status=200, bodiless=True)
+    assert candidates(pool, 3.0) == ADDRESSES
+    fail(pool, A, 1, now_ms=4.0, status=200, bodiless=True)
+    assert candidates(pool, 5.0) == (B, C, D)
+    assert pool.endpoints(5.0)[0].health.failures == {"empty": 8}
+
+
 def test_what_a_gateway_could_not_reach_is():
     pool = make_pool(*ADDRESSES)
     fail(pool, A, status=503, reached=False)
