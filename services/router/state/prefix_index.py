@@ -171,15 +171,18 @@ class PrefixIndex:
             shelf = self._open(slot)
         held, masks, flag = shelf.names, self._masks, 1 << shelf.bit
         before = len(held)
-        for name in reversed(names[: self._limit(shelf)]):
+        limit = self._limit(shelf)
+        for name in reversed(names[:limit]):
             if name in held:
                 held.move_to_end(name)
             else:
                 held[name] = None
                 masks[name] = masks.get(name, 0) | flag
         self._kept += len(held) - before
-        self._shrink(shelf)
-        self.purge(max(_PURGE_PORTION, 2 * len(names)))
+        if len(held) > limit:
+            self._give_up(shelf, len(held) - limit)
+        if self._dying or self._kept > self._max_blocks_total:
+            self.purge(max(_PURGE_PORTION, 2 * len(names)))
 
     def add(self, names: Iterable[int], slot: int) -> None:
         """The endpoint says it has these blocks; their place in a chain isn't its business."""
@@ -265,9 +268,7 @@ class PrefixIndex:
         while excess > 0:
             fullest = max(self._shelves.values(), key=lambda shelf: len(shelf.names))
             over = min(excess, max(len(fullest.names) - self._limit(fullest), 1))
-            for _ in range(over):
-                name, _ = fullest.names.popitem(last=False)
-                self._clear(name, fullest.bit)
+            self._give_up(fullest, over)
             excess -= over
 
     def _open(self, slot: int) -> _Shelf:
@@ -285,10 +286,21 @@ class PrefixIndex:
         return min(shelf.capacity, max(self._max_blocks_total // len(self._shelves), 1))
 
     def _shrink(self, shelf: _Shelf) -> None:
-        limit = self._limit(shelf)
-        while len(shelf.names) > limit:
-            name, _ = shelf.names.popitem(last=False)
-            self._clear(name, shelf.bit)
+        self._give_up(shelf, len(shelf.names) - self._limit(shelf))
+
+    def _give_up(self, shelf: _Shelf, count: int) -> None:
+        """Its least recently used names. One loop: every dispatch, ours or a peer's, costs as many as it brings."""
+        if count <= 0:
+            return
+        masks, others, pop = self._masks, ~(1 << shelf.bit), shelf.names.popitem
+        for _ in range(count):
+            name, _ = pop(False)
+            left = masks[name] & others
+            if left:
+                masks[name] = left
+            else:
+                del masks[name]
+        self._kept -= count
 
     def _clear(self, name: int, bit: int) -> None:
         """A shelf has given a name up."""
