@@ -284,6 +284,21 @@ async def test_a_predictor_without_a_model_that_dies_is_ejected():
         assert await failure(client) is FailureReason.NO_REPLICA
 
 
+async def test_a_predictor_that_dies_while_it_is_probed_is_ejected_and_comes_back():
+    async with fake_predictor(Behaviour.NO_MODEL) as fake, connected(fake.url) as (client, registry):
+        assert await failure(client) is FailureReason.NO_BUNDLE
+        before = fake.connections
+        fake.behaviour = Behaviour.HANG
+        await until(lambda: fake.connections > before, "a probe hangs")
+        await fake.stop()
+        await until(lambda: replicas_by_state(registry) == [0, 0, 1], "ejected")
+        assert registry.get_sample_value("leadtime_router_predict_ejections_total") == 1
+        fake.behaviour = Behaviour.ANSWER
+        await fake.start()
+        await until(lambda: client.describe()[0]["live"], "back by a probe")
+        assert np.array_equal(await ask(client, rows_of(1)), expected(rows_of(1)))
+
+
 async def test_what_a_predictor_says_of_its_missing_models_is_understood(tmp_path, redis):
     """A real one of two pools: without both, with this router's alone, and started again so."""
     async with (
