@@ -29,7 +29,7 @@ name: oracle
 description: Least true TTFT.
 scorers:
   - plugin: predicted-cost-scorer
-    config: {stall_weight: 0, decode_weight: 0, slo_risk_ms: 0}
+    config: {waiting_weight: 0, stall_weight: 0, decode_weight: 0, slo_risk_ms: 0}
 picker: {plugin: max-score-picker}
 fallback: token-load
 """

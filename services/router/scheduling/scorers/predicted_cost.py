@@ -1,24 +1,33 @@
 """`predicted-cost-scorer`: what sending the request here costs, us and others, in milliseconds.
 
-    cost = TTFT + stall_weight · own prefill time · requests there · urgency
+    cost = TTFT · (1 + waiting_weight · TTFT / TTFT objective)
+                + stall_weight · own prefill time · requests there · urgency
                 + future_weight · own prefill time · arrivals there while we wait
                 + decode_weight · step time our decode adds · requests there · output tokens · urgency
                 + kv_pressure_ms · how far the KV cache would be filled beyond kv_pressure_from, squared
-                + slo_risk_ms · (1 − the best candidate's risk)⁴ · risk
+                + slo_risk_ms · sum over objectives of fading · risk
 
 The replays behind it (DECISIONS.md): TTFT is the only own term, since TPOT × output drowns prefix locality in
 momentary batch differences; small prices for others keep prefills off endpoints that decode much. The more arrives
 while a request waits, the more its own prefill holds up: so long prompts insist on a short wait, which the stall price
-alone would sell. urgency = (TPOT there · largest TPOT of all / TPOT objective²)², each ratio at most 1; 1 without an
-objective, and where hardware differs: over the hundred requests of a batch that is far from its objective, prices for
-others outweigh our TTFT and save no objective; on unlike hardware they take work to what does it faster.
+alone would sell. Waiting costs the more, the more of the objective it takes: long prompts gather where few decode,
+which serves TPOT, and queued there beyond their own objective (Azure at 95 %).
 
-risk = P(an SLO is missed), ours by the predicted quantiles (TPOT's spread is the pool's: learned per backlog bin, from
-labels that come a whole answer late, it differs between candidates by chance, and a tenth more of it outweighs their
-TTFT), plus, at a third of the price, the rise of the neighbours'
-risk, who are taken to have our TPOT objective, over answers whose rest is known less sharply than the next step. It
-fades as the best candidate's own risk nears 1: in overload it no longer ranks endpoints. A full KV cache admits nobody
-until an answer ends, and preempts: no latency model sees that coming, the scraped utilization does.
+urgency = (TPOT there · largest TPOT of all / TPOT objective²)², each ratio at most 1; 1 without an objective: over the
+hundred requests of a batch that is far from its objective, prices for others outweigh our TTFT and save no objective.
+
+risk = P(the objective is missed), ours by the predicted quantiles (TPOT's spread is the pool's: learned per backlog
+bin, from labels that come a whole answer late, it differs between candidates by chance, and a tenth more of it
+outweighs their TTFT), plus the rise of the neighbours' risk, who are taken to have our TPOT objective, over answers
+whose rest is known less sharply than the next step. Neighbours count a quarter, and fading = (1 − the best candidate's
+risk)⁴, for each objective by itself: where all are as late it no longer ranks endpoints, and locality goes on.
+
+Unlike hardware is another matter: prices for others take work to what does it faster, and risks keep slow endpoints
+from being loaded until all miss by a little. There urgency and fading are 1, neighbours count whole, and waiting costs
+no more than its time. (Scenario A at 95 %: 0.73 of the requests within their objectives, 0.40 with fading.)
+
+A full KV cache admits nobody until an answer ends, and preempts: no latency model sees that coming, the scraped
+utilization does.
 
 Own prefill time is our uncached tokens at the endpoint's pace: its measured TTFTs without one step, over the backlogs
 that they found. Until an endpoint has been measured it is that of its hardware class, from the candidates' predicted
@@ -49,6 +58,7 @@ from services.router.state.snapshot import Candidates
 _Column = npt.NDArray[np.float32]
 
 _CLASSES: Final = 256
+_NONE = np.float32(0.0)
 _ONE = np.float32(1.0)
 _HALF = np.float32(0.5)
 # A cost this small (ms) is no cost: it keeps ratios finite.
@@ -63,13 +73,15 @@ _SPREAD_LEAST: Final = np.float32(0.02)
 # Least log spread of what others' answers take in the end: of their rest only the next steps are known. A wide one
 # (0.3) sees them at risk while half of their objective is left.
 _OTHERS_SPREAD: Final = np.float32(0.15)
-# The price of a miss of theirs beside ours: in full it drowned prefix locality where TPOT is near its objective
-# (scenario C at 95 %).
+# The price of a miss of theirs beside ours, on like hardware: in full it drowned prefix locality where TPOT is near its
+# objective (scenario C at 95 %).
 _OTHERS_SHARE: Final = np.float32(0.25)
 # Endpoints of one class whose paces of prefill lie within this ratio count as the same hardware.
 _ALIKE: Final = np.float32(0.5)
 # Power of the best candidate's chance by which risk fades: with 1 and 2 locality was given up where TPOT can't be met.
 _FADING: Final = 4
+# An objective lost twice over is lost: beyond it waiting costs its time at a constant rate.
+_MOST_WAITING: Final = np.float32(2.0)
 # tanh form of the normal distribution function, within 3e-4 of it.
 _CDF_LINEAR: Final = np.float32(0.7978845608)
 _CDF_CUBIC: Final = np.float32(0.7978845608 * 0.044715)
@@ -79,6 +91,8 @@ _DENSITY_AT_0: Final = np.float32(1.0 / math.sqrt(2.0 * math.pi))
 class PredictedCostConfig(StrictConfig):
     """Prices of what a request does to others, and of a missed objective."""
 
+    waiting_weight: Annotated[float, Field(ge=0, le=1000)] = 8.0
+    """ω: further ms of cost per ms of a TTFT that takes its whole objective. More favours TTFT over TPOT."""
     stall_weight: Annotated[float, Field(ge=0, le=10)] = 0.25
     """α: ms of cost per ms that our prefill holds up each request there. More favours decode over TTFT's tail."""
     future_weight: Annotated[float, Field(ge=0, le=10)] = 0.5
@@ -140,8 +154,11 @@ class PredictedCostScorer:
         candidates = context.candidates
         tpot = prediction.get("tpot_p50")
         requests = candidates.pending_requests + candidates.decoding_requests
+        alike = self._alike(candidates, alive)
         cost: _Column = own.copy()
-        urgency = self._urgency(context, tpot, alive)
+        if ttft is not None and alike:
+            cost *= self._waiting(context, ttft)
+        urgency = self._urgency(context, tpot, alive) if alike else _ONE
         if ttft is not None:
             prefill = _prefill_ms(ttft, tpot, candidates, alive)
             held_up = np.float32(self._config.stall_weight) * urgency * requests
@@ -157,14 +174,30 @@ class PredictedCostScorer:
             output_tokens = self._output_tokens(context)
             added = self._step_time_added(context, tpot, output_tokens)
             cost += np.float32(self._config.decode_weight * output_tokens) * urgency * added * requests
-        slo = context.request.slo
-        if self._config.slo_risk_ms > 0.0 and (slo.ttft_ms is not None or slo.tpot_ms is not None):
-            risks = self._risks(context, prediction, requests, added)
-            if risks is not None:
-                ours, others = risks
-                best = float(np.fmin.reduce(ours[alive]))  # unpredicted ones aside
-                fading = 0.0 if math.isnan(best) else max(1.0 - best, 0.0) ** _FADING
-                cost += np.float32(self._config.slo_risk_ms * fading) * (ours if others is None else ours + others)
+        if self._config.slo_risk_ms > 0.0:
+            price = np.float32(self._config.slo_risk_ms)
+            for ours, theirs in self._risks(context, prediction, requests, added):
+                if alike:
+                    best = float(np.fmin.reduce(ours[alive]))  # unpredicted ones aside
+                    fading = 0.0 if math.isnan(best) else max(1.0 - best, 0.0) ** _FADING
+                    cost += price * np.float32(fading) * (ours + _OTHERS_SHARE * theirs)
+                else:
+                    cost += price * (ours + theirs)
+        return cost
+
+    @staticmethod
+    def _alike(candidates: Candidates, alive: Mask) -> bool:
+        """Whether the candidates' hardware is, by its class and by its measured pace."""
+        classes, pace = candidates.hardware_class[alive], candidates.prefill_ms_per_token[alive]
+        return bool(classes.min() == classes.max() and not 0.0 < pace.min() < _ALIKE * pace.max())
+
+    def _waiting(self, context: Context, ttft: _Column) -> _Column | np.float32:
+        """Float32 (n,), or 1: what a ms of our waiting costs, by the share of its objective that TTFT takes."""
+        limit_ms = context.request.slo.ttft_ms
+        if limit_ms is None:
+            return _ONE
+        share = np.minimum(ttft / np.float32(limit_ms), _MOST_WAITING)
+        cost: _Column = _ONE + np.float32(self._config.waiting_weight) * share
         return cost
 
     def _urgency(self, context: Context, tpot: _Column | None, alive: Mask) -> _Column | np.float32:
@@ -172,13 +205,9 @@ class PredictedCostScorer:
 
         Half by each candidate's own TPOT and half by the largest: by its own alone it would add to the momentary
         differences in TPOT that drown prefix locality, by the largest alone the fullest batches would go on growing.
-        Whole where hardware differs, by its class or by its measured pace: the prices take work to what does it faster.
         """
         limit_ms, power = context.request.slo.tpot_ms, self._config.urgency_power
         if tpot is None or limit_ms is None or power == 0.0:
-            return _ONE
-        classes, pace = context.candidates.hardware_class[alive], context.candidates.prefill_ms_per_token[alive]
-        if classes.min() != classes.max() or 0.0 < pace.min() < _ALIKE * pace.max():
             return _ONE
         shares: _Column = np.minimum(tpot / np.float32(limit_ms), _ONE)
         urgency: _Column = (shares * np.fmax.reduce(shares[alive])) ** np.float32(power / 2.0)
@@ -221,34 +250,29 @@ class PredictedCostScorer:
     @staticmethod
     def _risks(
         context: Context, prediction: Prediction, requests: _Column, added: _Column | None
-    ) -> tuple[_Column, _Column | None] | None:
-        """Two float32 (n,): P(we miss an objective), and the expected further misses among the requests there.
-
-        None where it can't rank: nothing stated is predicted, or our TTFT objective is lost already.
+    ) -> list[tuple[_Column, _Column | np.float32]]:
+        """Of each objective that is stated, predicted and not lost yet, float32 (n,): P(we miss it), and the expected
+        further misses among the requests there.
         """
         slo = context.request.slo
-        met: _Column | None = None
-        others: _Column | None = None
+        risks: list[tuple[_Column, _Column | np.float32]] = []
         ttft, tpot = prediction.get("ttft_p50"), prediction.get("tpot_p50")
         if slo.ttft_ms is not None and ttft is not None:
             left_ms = slo.ttft_ms - context.elapsed_ms
             if left_ms <= 0.0:
-                return None
+                return []  # nothing that comes of this request is good any more
             z = _standardised(ttft, _spread(ttft, prediction.get("ttft_p90")), left_ms)
-            met = _ONE - _normal_cdf(z)
+            risks.append((_normal_cdf(z), _NONE))
         if slo.tpot_ms is not None and tpot is not None and added is not None:
             spread = _common(_spread(tpot, prediction.get("tpot_p90")))
             z = _standardised(tpot, spread, slo.tpot_ms)
-            met_tpot = _ONE - _normal_cdf(z)
-            met = met_tpot if met is None else met * met_tpot
             # Slope of the distribution function times the rise of log TPOT, for each request there.
             wide = max(spread, _OTHERS_SPREAD)
             distance: _Column = z * (spread / wide)
             rise = added / np.maximum(tpot, _LEAST_COST_MS) / wide
-            others = _OTHERS_SHARE * _DENSITY_AT_0 * np.exp(-_HALF * distance * distance) * rise * requests
-        if met is None:
-            return None
-        return _ONE - met, others
+            theirs = _DENSITY_AT_0 * np.exp(-_HALF * distance * distance) * rise * requests
+            risks.append((_normal_cdf(z), theirs))
+        return risks
 
 
 def _prefill_ms(ttft: _Column, tpot: _Column | None, candidates: Candidates, alive: Mask) -> _Column:

@@ -20,7 +20,9 @@ def score(ctx, alive=None, **config):
     return PredictedCostScorer(PredictedCostConfig(**config)).score(ctx, everyone(count) if alive is None else alive)
 
 
-FREE = {"stall_weight": 0.0, "future_weight": 0.0, "decode_weight": 0.0, "kv_pressure_ms": 0.0, "slo_risk_ms": 0.0}
+FREE = dict.fromkeys(
+    ("waiting_weight", "stall_weight", "future_weight", "decode_weight", "kv_pressure_ms", "slo_risk_ms"), 0.0
+)
 
 
 def test_no_prediction_is_no_opinion():
@@ -34,6 +36,23 @@ def test_a_bundle_without_ttft_and_end_to_end_latency_is_no_opinion():
 def test_without_prices_the_cost_is_the_predicted_ttft():
     ctx = context(candidates(2, decoding_requests=[5, 9]), prediction(ttft_p50=[100, 300], tpot_p50=[10, 20]))
     assert cost(ctx, **FREE) == [100.0, 300.0]
+
+
+def test_waiting_costs_more_the_more_of_the_objective_it_takes_up_to_twice():
+    ctx = context(candidates(3), prediction(ttft_p50=[100, 500, 3000]), slo=Slo(ttft_ms=1000))
+    values = cost(ctx, **(FREE | {"waiting_weight": 8.0}))
+    assert values == pytest.approx([100 * 1.8, 500 * 5, 3000 * 17])
+
+
+@pytest.mark.parametrize("slo", [Slo(), Slo(tpot_ms=40)], ids=["no objective", "none for TTFT"])
+def test_without_a_ttft_objective_waiting_costs_its_time(slo):
+    ctx = context(candidates(2), prediction(ttft_p50=[100, 500]), slo=slo)
+    assert cost(ctx, **(FREE | {"waiting_weight": 8.0})) == [100.0, 500.0]
+
+
+def test_on_unlike_hardware_waiting_costs_its_time():
+    ctx = context(candidates(2, hardware_class=[1, 2]), prediction(ttft_p50=[100, 500]), slo=Slo(ttft_ms=1000))
+    assert cost(ctx, **(FREE | {"waiting_weight": 8.0})) == [100.0, 500.0]
 
 
 def test_end_to_end_latency_stands_in_for_ttft():
@@ -172,11 +191,11 @@ def test_risk_fades_where_even_the_best_endpoint_is_sure_to_miss():
     assert cost(context(candidates(2), predicted, slo=Slo(ttft_ms=500)), **RISK) == pytest.approx([5000, 9000])
 
 
-def test_either_objective_alone_counts_and_both_combine():
+def test_either_objective_alone_counts_and_both_add_up():
     predicted = prediction(ttft_p50=[500, 10], ttft_p90=[1000, 11], tpot_p50=[20, 1], tpot_p90=[40, 2])
     ctx = {slo: context(candidates(2), predicted, slo=slo) for slo in (Slo(1000), Slo(None, 40), Slo(1000, 40))}
     risks = [(cost(c, **RISK)[0] - 500) / 300 for c in ctx.values()]
-    assert risks == pytest.approx([0.1, 0.1, 0.19], abs=2e-3)
+    assert risks == pytest.approx([0.1, 0.1, 0.2], abs=2e-3)
 
 
 def test_a_bound_of_tpot_that_one_candidate_alone_has_wider_makes_it_no_riskier():
@@ -258,6 +277,32 @@ def test_neighbours_near_their_objective_make_an_endpoint_dearer():
     predicted = prediction(ttft_p50=[100, 100], tpot_p50=[40, 40], tpot_p90=[44, 44])
     lonely, crowded = cost(context(endpoints, predicted, slo=Slo(tpot_ms=40)), **RISK)
     assert crowded > lonely
+
+
+UNLIKE = {"hardware_class": [1, 2]}
+
+
+def test_on_unlike_hardware_risk_counts_even_where_the_best_endpoint_is_sure_to_miss():
+    predicted = prediction(ttft_p50=[5000, 9000], ttft_p90=[5500, 9900])
+    values = cost(context(candidates(2, **UNLIKE), predicted, slo=Slo(ttft_ms=500)), **RISK)
+    assert values == pytest.approx([5300, 9300], rel=1e-3)
+
+
+def test_what_unlike_endpoints_can_not_keep_goes_to_where_the_objective_is_lost_already():
+    """The fast one would meet it once more, at its batch's peril; the slow one's batch has nothing left to lose."""
+    endpoints = candidates(2, decoding_requests=[150, 150], **UNLIKE)
+    predicted = prediction(ttft_p50=[100, 100], tpot_p50=[39, 80], tpot_p90=[42, 86])
+    asked = context(endpoints, predicted, slo=Slo(tpot_ms=40), expected_output_tokens=500)
+    fast, slow = cost(asked, **RISK)
+    assert slow < fast
+
+
+def test_one_lost_objective_leaves_the_other_s_risk():
+    """TPOT is lost everywhere, so it no longer ranks; a prompt that would wait too long still avoids that."""
+    predicted = prediction(ttft_p50=[100, 900], ttft_p90=[110, 1300], tpot_p50=[100, 100], tpot_p90=[110, 110])
+    near, far = cost(context(candidates(2), predicted, slo=Slo(ttft_ms=1000, tpot_ms=40)), **RISK)
+    assert near == pytest.approx(100, abs=1)
+    assert far > 900 + 0.3 * 300
 
 
 def test_objectives_without_quantiles_use_a_wide_spread():
