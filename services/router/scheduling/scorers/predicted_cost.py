@@ -58,7 +58,6 @@ from services.router.state.snapshot import Candidates
 _Column = npt.NDArray[np.float32]
 
 _CLASSES: Final = 256
-_NONE = np.float32(0.0)
 _ONE = np.float32(1.0)
 _HALF = np.float32(0.5)
 # A cost this small (ms) is no cost: it keeps ratios finite.
@@ -175,14 +174,15 @@ class PredictedCostScorer:
             added = self._step_time_added(context, tpot, output_tokens)
             cost += np.float32(self._config.decode_weight * output_tokens) * urgency * added * requests
         if self._config.slo_risk_ms > 0.0:
-            price = np.float32(self._config.slo_risk_ms)
             for ours, theirs in self._risks(context, prediction, requests, added):
+                price, share = np.float32(self._config.slo_risk_ms), _ONE
                 if alike:
                     best = float(np.fmin.reduce(ours[alive]))  # unpredicted ones aside
-                    fading = 0.0 if math.isnan(best) else max(1.0 - best, 0.0) ** _FADING
-                    cost += price * np.float32(fading) * (ours + _OTHERS_SHARE * theirs)
-                else:
-                    cost += price * (ours + theirs)
+                    price *= np.float32(0.0 if math.isnan(best) else max(1.0 - best, 0.0) ** _FADING)
+                    share = _OTHERS_SHARE
+                cost += price * ours
+                if theirs is not None:
+                    cost += price * share * theirs
         return cost
 
     @staticmethod
@@ -196,9 +196,10 @@ class PredictedCostScorer:
         limit_ms = context.request.slo.ttft_ms
         if limit_ms is None:
             return _ONE
-        share = np.minimum(ttft / np.float32(limit_ms), _MOST_WAITING)
-        cost: _Column = _ONE + np.float32(self._config.waiting_weight) * share
-        return cost
+        dearer: _Column = np.minimum(ttft * np.float32(1.0 / limit_ms), _MOST_WAITING)
+        dearer *= np.float32(self._config.waiting_weight)
+        dearer += _ONE
+        return dearer
 
     def _urgency(self, context: Context, tpot: _Column | None, alive: Mask) -> _Column | np.float32:
         """Float32 (n,) in 0..1, or 1: how far prices for others' decoding count.
@@ -250,27 +251,31 @@ class PredictedCostScorer:
     @staticmethod
     def _risks(
         context: Context, prediction: Prediction, requests: _Column, added: _Column | None
-    ) -> list[tuple[_Column, _Column | np.float32]]:
+    ) -> list[tuple[_Column, _Column | None]]:
         """Of each objective that is stated, predicted and not lost yet, float32 (n,): P(we miss it), and the expected
         further misses among the requests there.
         """
         slo = context.request.slo
-        risks: list[tuple[_Column, _Column | np.float32]] = []
+        risks: list[tuple[_Column, _Column | None]] = []
         ttft, tpot = prediction.get("ttft_p50"), prediction.get("tpot_p50")
         if slo.ttft_ms is not None and ttft is not None:
             left_ms = slo.ttft_ms - context.elapsed_ms
             if left_ms <= 0.0:
                 return []  # nothing that comes of this request is good any more
-            z = _standardised(ttft, _spread(ttft, prediction.get("ttft_p90")), left_ms)
-            risks.append((_normal_cdf(z), _NONE))
+            logs = _logs(ttft)
+            z = _standardised(logs, _spread(logs, prediction.get("ttft_p90")), left_ms)
+            risks.append((_normal_cdf(z), None))
         if slo.tpot_ms is not None and tpot is not None and added is not None:
-            spread = _common(_spread(tpot, prediction.get("tpot_p90")))
-            z = _standardised(tpot, spread, slo.tpot_ms)
+            logs = _logs(tpot)
+            spread = _common(_spread(logs, prediction.get("tpot_p90")))
+            z = _standardised(logs, spread, slo.tpot_ms)
             # Slope of the distribution function times the rise of log TPOT, for each request there.
             wide = max(spread, _OTHERS_SPREAD)
-            distance: _Column = z * (spread / wide)
-            rise = added / np.maximum(tpot, _LEAST_COST_MS) / wide
-            theirs = _DENSITY_AT_0 * np.exp(-_HALF * distance * distance) * rise * requests
+            theirs: _Column = np.exp(np.square(z) * (-_HALF * (spread / wide) ** 2))
+            theirs *= added
+            theirs /= np.maximum(tpot, _LEAST_COST_MS)
+            theirs *= requests
+            theirs *= _DENSITY_AT_0 / wide
             risks.append((_normal_cdf(z), theirs))
         return risks
 
@@ -295,13 +300,19 @@ def _prefill_ms(ttft: _Column, tpot: _Column | None, candidates: Candidates, ali
     return candidates.uncached_tokens * np.where(measured > 0.0, measured, pace[classes].astype(np.float32))
 
 
-def _spread(p50: _Column, p90: _Column | None) -> _Column | np.float32:
+def _logs(ms: _Column) -> _Column:
+    logs: _Column = np.log(np.maximum(ms, _LEAST_COST_MS))
+    return logs
+
+
+def _spread(p50_logs: _Column, p90: _Column | None) -> _Column | np.float32:
     """Log spread of each candidate's latency, which is taken as log-normal."""
     if p90 is None:
         return _SPREAD_UNKNOWN
-    p50 = np.maximum(p50, _LEAST_COST_MS)
-    spread: _Column = np.maximum(np.log(np.maximum(p90, p50) / p50) / _Z90, _SPREAD_LEAST)
-    return spread
+    spread = _logs(p90)
+    spread -= p50_logs
+    spread *= _ONE / _Z90
+    return np.maximum(spread, _SPREAD_LEAST, out=spread)
 
 
 def _common(spread: _Column | np.float32) -> np.float32:
@@ -312,11 +323,19 @@ def _common(spread: _Column | np.float32) -> np.float32:
     return np.float32(np.median(known)) if len(known) else _SPREAD_UNKNOWN
 
 
-def _standardised(p50: _Column, spread: _Column | np.float32, limit_ms: float) -> _Column:
+def _standardised(p50_logs: _Column, spread: _Column | np.float32, limit_ms: float) -> _Column:
     """How many log spreads the median lies above the limit, float32 (n,)."""
-    logs: _Column = np.log(np.maximum(p50, _LEAST_COST_MS) / np.float32(limit_ms))
-    return logs / spread
+    above: _Column = p50_logs - np.float32(math.log(limit_ms))
+    above /= spread
+    return above
 
 
 def _normal_cdf(z: _Column) -> _Column:
-    return _HALF + _HALF * np.tanh(z * (_CDF_LINEAR + _CDF_CUBIC * z * z))
+    inner = np.square(z)
+    inner *= _CDF_CUBIC
+    inner += _CDF_LINEAR
+    inner *= z
+    np.tanh(inner, out=inner)
+    inner *= _HALF
+    inner += _HALF
+    return inner
