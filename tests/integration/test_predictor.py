@@ -2,16 +2,23 @@
 
 import asyncio
 import json
+import time
 
 import httpx
 import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from bench.queueing import observe
+from services.trainer.cycle import CycleOptions, run_cycle
+from services.trainer.train import FitOptions, fit
 from shared.features import SCHEMA_HASH
+from shared.prediction import OUTPUTS
+from shared.prior import PriorModel
 from tests.bundles import expected, make_bundle, rows_of, sealed
 from tests.predictors import predictor, publish
 from tests.servers import fetch, until
+from tests.unit.trainer.snapshots import snapshot_of
 
 RAW = {"content-type": "application/octet-stream", "leadtime-pool": "default", "leadtime-schema": SCHEMA_HASH}
 KEY = "a signing key for tests"
@@ -145,6 +152,29 @@ async def test_a_pointer_ahead_of_its_blob_is_followed_once_the_blob_is_there(re
         await client.aclose()
         await publish(redis.url, late)
         await until(process.is_ready, "ready")
+
+
+async def test_a_bundle_that_has_targets_from_the_prior_is_served_whole(redis, tmp_path):
+    """What the trainer makes of sixty whole answers: all outputs, where nothing was measured the prior's."""
+    observed = observe(60, seed=3)
+    options = CycleOptions("default", fit=FitOptions(prior="8b"))
+    snapshot = snapshot_of(observed.rows, e2e=observed.e2e_ms)
+    learned = run_cycle(snapshot, None, options, time.time() * 1e3).champion
+    assert learned.bundle.manifest.prior_targets == ["ttft", "tpot"]
+    async with predictor(tmp_path, redis.url) as process, httpx.AsyncClient(base_url=process.url) as client:
+        version = await publish(redis.url, learned.bundle)
+        await until(process.is_ready, "ready")
+        status = (await process.status())["pools"]["default"]["bundle"]
+        assert (status["version"], status["outputs"]) == (version, list(OUTPUTS))
+        answered, values = await ask(client, observed.rows)
+        assert answered == version
+        assert values == pytest.approx(fit(snapshot, options.fit).predict(observed.rows), rel=1e-4)
+        prior = PriorModel("8b").predict(observed.rows)
+        for name in ("ttft_p50", "tpot_p50"):
+            column = OUTPUTS.index(name)
+            assert values[:, column] == pytest.approx(prior[:, column], rel=1e-4)
+        column = OUTPUTS.index("e2e_p50")
+        assert values[:, column] != pytest.approx(prior[:, column], rel=0.01)
 
 
 async def test_where_cuda_is_required_it_is_not_ready_and_says_why(redis, tmp_path):

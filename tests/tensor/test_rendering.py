@@ -14,7 +14,8 @@ from shared.bundle import pack, seal, unpack, unseal
 from shared.errors import IntegrityError
 from shared.features import SCHEMA
 from shared.inference import BundleModel
-from tests.unit.trainer.snapshots import line_snapshot, runner, window_of
+from shared.prediction import OUTPUTS
+from tests.unit.trainer.snapshots import line_snapshot, runner, snapshot_of, window_of
 
 NOW = 1_800_000_000_000.0
 MIXED = Scenario(pods=(H100_70B, A100_70B), requests_per_s=6, streamed_share=0.7)
@@ -101,6 +102,29 @@ def test_a_model_without_trees_and_one_of_bare_leaves_pass_parity(hummingbird, o
     model = fit(snapshot, options)
     rows = parity_rows(model, snapshot.rows, np.random.default_rng(1))
     assert parity(runner(render(model, hummingbird)), model.predict(rows), rows).max_relative_error <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("missing", "count"), [(("ttft", "tpot"), 60), (("ttft", "tpot"), 1500), (("tpot",), 1500), (("e2e",), 1500)]
+)
+def test_a_bundle_that_has_targets_from_the_prior_passes_parity_in_both_renderings(hummingbird, missing, count):
+    """A target without trees beside targets with them, on every hardware class that the prior knows."""
+    observed = observe(count, seed=6, scenario=MIXED)
+    labels = {"ttft": observed.ttft_ms, "tpot": observed.tpot_ms, "e2e": observed.e2e_ms}
+    snapshot = snapshot_of(observed.rows, **{target: own for target, own in labels.items() if target not in missing})
+    options = CycleOptions("default", fit=FitOptions(prior="8b"), tensor=hummingbird)
+    report = run_cycle(snapshot, None, options, NOW)
+    assert report.verdict.accepted
+    assert report.tensor.listed
+    bundle = report.champion.bundle
+    assert bundle.manifest.prior_targets == list(missing)
+    assert bundle.manifest.outputs == list(OUTPUTS)
+    model = fit(snapshot, options.fit)
+    rows = parity_rows(model, observed.rows, np.random.default_rng(1))
+    for rendering in bundle.manifest.renderings:
+        assert rendering.parity_max_relative_error <= 1e-4
+        loaded = BundleModel(bundle, rendering=rendering.name)
+        assert parity(loaded.predict, model.predict(rows), rows).max_relative_error <= 1e-4
 
 
 def booster(**parameters):
