@@ -13,9 +13,10 @@ its own: CPU of the process, its largest resident memory, and what it had before
 Hyperparameters (hinges, their growth, trees, leaves) were chosen on prompts of up to 768, 896, 1,280, 1,536, 1,792,
 2,560 and 3,072 tokens and batches of up to 48, 96 and 128 of the same machines, and on recordings of the queueing
 simulation (seeds 11 to 18): on none of the splits here. But the machines are the same. So `selection` asks for growth
-and reach anew on `SELECTION_EDGES`, each machine left out once: `cost` is the mean |bias| of the other machines in
-units of the mark (5 % up to twice the range, 8 % beyond), of the best pair without that machine and of the pair in
-use.
+and reach anew on `SELECTION_EDGES`, each machine left out once: a cost is the mean |bias| in units of the mark (5 % up
+to twice the range, 8 % beyond), here of the other machines of its generation, with the pair in use and with their best.
+`left_out_cost` is what that pair costs the machine that had no say in it, `left_out_cost_alike` what it is with the
+growth of unknown hardware.
 """
 
 import json
@@ -23,8 +24,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +35,7 @@ import xgboost as xgb
 
 from bench.kernels import MACHINES, Kernels
 from bench.queueing import observe
+from services.trainer.basis import GROWTH, growth_of
 from services.trainer.train import FitOptions, fit
 from services.trainer.window import Snapshot
 from shared.features import SCHEMA, FloatMatrix, hardware_code
@@ -49,7 +52,9 @@ SPLITS: Final = (("prefill", 1024), ("prefill", 2048), ("decode", 64))
 QUICK_MACHINES: Final = ("h100-8b", "a100-70b-tp4")
 SELECTION_EDGES: Final = (768, 1280, 1792, 2560, 3072)
 SELECTION_SEED: Final = 21
-GROWTHS: Final = (0.0, 0.01, 0.02, 0.03)
+QUICK_SELECTION: Final = ("h100-8b", "h100-70b-tp4")
+GENERATIONS: Final[Mapping[str, str]] = MappingProxyType({"a100": "ampere", "h100": "hopper", "h200": "hopper"})
+GROWTHS: Final = (0.0, 0.01, 0.02, 0.03, 0.04)
 REACH_FACTORS: Final = (1.2, 1.4, 2.0)
 MARKS: Final = {"1-2x": 0.05, ">2x": 0.08}
 XGBOOST: Final = {
@@ -91,17 +96,18 @@ def extrapolation(quick: bool, folder: Path | None = None) -> list[dict[str, Any
 
 
 def selection(quick: bool, folder: Path | None = None) -> list[dict[str, Any]]:
-    """Rows {left_out, cost_in_use, best_growth, best_reach_factor, best_cost}; empty without the public data."""
+    """Rows {left_out, cost_in_use, best_growth, best_reach_factor, best_cost, left_out_cost, left_out_cost_alike}.
+
+    Empty without the public data.
+    """
     kernels_folder = (folder or data_folder()) / "kernels"
     if not kernels_folder.is_dir():
         return []
     kernels = Kernels(kernels_folder)
-    used = FitOptions()
-    machines = QUICK_MACHINES if quick else tuple(MACHINES)
+    reach_in_use = FitOptions().reach_factor
+    machines = QUICK_SELECTION if quick else tuple(MACHINES)
     edges = SELECTION_EDGES[1:2] if quick else SELECTION_EDGES
-    pairs = [(growth, reach) for growth in GROWTHS for reach in REACH_FACTORS]
-    if quick:
-        pairs = [(0.0, used.reach_factor), (used.growth, used.reach_factor)]
+    pairs = [(growth, reach) for growth in GROWTHS for reach in ((reach_in_use,) if quick else REACH_FACTORS)]
     costs = {
         pair: {
             machine: _cost(kernels, machine, edges, FitOptions(growth=pair[0], reach_factor=pair[1]))
@@ -109,23 +115,30 @@ def selection(quick: bool, folder: Path | None = None) -> list[dict[str, Any]]:
         }
         for pair in pairs
     }
-
-    def without(pair: tuple[float, float], left_out: str) -> float:
-        return float(np.mean([cost for machine, cost in costs[pair].items() if machine != left_out]))
-
     found = []
     for left_out in machines:
-        best = min(pairs, key=lambda pair: without(pair, left_out))
+        akin = [other for other in machines if other != left_out and _generation(other) == _generation(left_out)]
+
+        def without(pair: tuple[float, float], akin: Sequence[str] = akin) -> float:
+            return float(np.mean([costs[pair][machine] for machine in akin]))
+
+        best = min(pairs, key=without)
         found.append(
             {
                 "left_out": left_out,
-                "cost_in_use": without((used.growth, used.reach_factor), left_out),
+                "cost_in_use": without((growth_of(_class_of(left_out)), reach_in_use)),
                 "best_growth": best[0],
                 "best_reach_factor": best[1],
-                "best_cost": without(best, left_out),
+                "best_cost": without(best),
+                "left_out_cost": costs[best][left_out],
+                "left_out_cost_alike": costs[GROWTH, reach_in_use][left_out],
             }
         )
     return found
+
+
+def _generation(machine: str) -> str:
+    return GENERATIONS[MACHINES[machine][0]]
 
 
 def _cost(kernels: Kernels, machine: str, edges: Sequence[int], options: FitOptions) -> float:

@@ -101,7 +101,7 @@ def fit_base(
     level = prior.scale(rows, y_ms)
     units = level * prior.units
     multiples, reached = data.solve(units[known], prior.held_at, anchor_rows)
-    coefficients = [basis.grown(multiples * own, reached) for own in units]
+    coefficients = [basis.grown(multiples * own, reached, code) for code, own in enumerate(units)]
     present = np.unique(known)
     for code in present.tolist():
         own = data.of(code)
@@ -109,7 +109,7 @@ def fit_base(
             continue
         own_units = units[code] * _level(own, coefficients[code], float(floor_ms))
         own_multiples, reached = own.solve(own_units, multiples, anchor_rows)
-        coefficients[code] = basis.grown(own_multiples * own_units, reached)
+        coefficients[code] = basis.grown(own_multiples * own_units, reached, code)
     return _by_class(basis, np.array(coefficients), floor_ms)
 
 
@@ -128,19 +128,21 @@ def _by_class(basis: Basis, coefficients: Floats, floor_ms: np.float32) -> Base:
 def _free(data: _Rows, floor_ms: np.float32) -> Base:
     """The fit of rows alone."""
     units, held_at = np.ones(len(data.basis)), np.zeros(len(data.basis))
-    pooled = data.basis.grown(*data.solve(units, held_at, 0.0))
+    present, counts = np.unique(data.codes, return_counts=True)
+    fitted, reached = data.solve(units, held_at, 0.0)
+    pooled = data.basis.grown(fitted, reached, int(present[0]) if len(present) == 1 else 0)
     coefficients = [pooled]
     slots = np.zeros(HARDWARE_CODES, np.int64)
-    present, counts = np.unique(data.codes, return_counts=True)
     for code, count in zip(present.tolist(), counts.tolist(), strict=True):
         if len(present) == 1 or count < CLASS_LEVEL_ROWS:
             continue
         own = data.of(code)
         slots[code] = len(coefficients)
         if count >= CLASS_MIN_ROWS:
-            coefficients.append(data.basis.grown(*own.solve(units, held_at, 0.0)))
+            coefficients.append(data.basis.grown(*own.solve(units, held_at, 0.0), code))
         else:
-            coefficients.append(pooled * _level(own, pooled, float(floor_ms)))
+            level = _level(own, pooled, float(floor_ms))
+            coefficients.append(data.basis.grown(level * fitted, reached, code))
     return Base(data.basis, np.array(coefficients, np.float32), slots, floor_ms)
 
 

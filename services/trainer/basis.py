@@ -6,18 +6,20 @@ grows and keeps its slope beyond what was seen, where trees go flat. Hinges on t
 knees of prefill kernels (64 to 512 tokens) and the slow growth after them: without hinges the bias beyond the training
 range was −10…−16 %, with them 0…−2 %. A column of n² is left out: the fit abuses it for the knee (41–53 % bias).
 
-A hinge that the rows don't reach can't be fitted. It is given `GROWTH` of the slope below it, because kernels lose
-efficiency with size and a straight line falls behind (DECISIONS.md: chosen on splits that no report uses).
+A hinge that the rows don't reach can't be fitted. It is given a share of the slope below it, `growth_of` the hardware:
+kernels of Hopper lose efficiency with size and a straight line falls behind them, A100's don't (DECISIONS.md: chosen
+on splits that no report uses).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from shared.features import SCHEMA, FloatMatrix, Schema
+from shared.features import HARDWARE_CLASSES, SCHEMA, FloatMatrix, Schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,9 @@ class Term:
 
 PREFILL_KNOTS: Final = (64, 128, 256, 512, 1024, 2048, 4096)
 BATCH_KNOTS: Final = (64, 128, 256)
+# Of hardware that wasn't measured, and of pools that mix classes.
 GROWTH: Final = 0.01
+GROWTH_OF: Final[Mapping[str, float]] = MappingProxyType({"a100": 0.0, "h100": 0.03, "h200": 0.03})
 # From an old GPU to one with little to do per token; without these a backlog of twice the trained was −15…−28 % off.
 TOKENS_PER_MS: Final = (4.0, 12.0, 36.0)
 # A hinge is in reach where so many rows lie beyond its knot by this factor: a slope needs points along it.
@@ -94,16 +98,17 @@ TERMS: Final[Mapping[str, tuple[Term, ...]]] = {"ttft": PREFILL_TERMS, "tpot": D
 class Basis:
     """Terms as matrices: `left`, `right` float32 (F, B), `left_offset`, `right_offset` float32 (B,). Column 0 is 1."""
 
-    __slots__ = ("_hinges", "left", "left_offset", "min_rows", "names", "right", "right_offset")
+    __slots__ = ("_growth", "_hinges", "left", "left_offset", "min_rows", "names", "right", "right_offset")
 
     def __init__(
         self,
         terms: Sequence[Term],
         schema: Schema = SCHEMA,
         *,
-        growth: float = GROWTH,
+        growth: float | None = None,
         reach_factor: float = REACH_FACTOR,
     ) -> None:
+        """`growth`: of every hardware class; None: each its own."""
         self.names = ("constant", *(term.name for term in terms))
         shape = (len(schema), len(self.names))
         self.left = np.zeros(shape, np.float32)
@@ -112,12 +117,13 @@ class Basis:
         self.right_offset = np.ones(shape[1], np.float32)
         self.left_offset[0] = 1.0
         self.min_rows = np.array([0, *(term.min_rows for term in terms)])
-        # Column, its height where the reach begins, its growth, the columns that make the slope below it.
+        self._growth = growth
+        # Column, its height where the reach begins, whether it grows, the columns that make the slope below it.
         self._hinges = [
             (
                 column,
                 (reach_factor - 1) * term.knot * term.scale,
-                growth if term.grows else 0.0,
+                term.grows,
                 _slope_below(terms, term),
             )
             for column, term in enumerate(terms, start=1)
@@ -147,13 +153,21 @@ class Basis:
             reached[column] = np.count_nonzero(columns[:, column] >= height) >= REACH_ROWS
         return reached
 
-    def grown(self, coefficients: npt.NDArray[np.float64], reached: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-        """The coefficients (B,) with hinges out of reach set to their share of the slope below them."""
+    def grown(
+        self, coefficients: npt.NDArray[np.float64], reached: npt.NDArray[np.bool_], code: int
+    ) -> npt.NDArray[np.float64]:
+        """The coefficients (B,) of a hardware class with hinges out of reach set to their share of the slope below."""
+        growth = growth_of(code) if self._growth is None else self._growth
         grown = coefficients.copy()
-        for column, _, growth, below in self._hinges:
+        for column, _, grows, below in self._hinges:
             if not reached[column]:
-                grown[column] = growth * grown[below].sum()
+                grown[column] = growth * grown[below].sum() if grows else 0.0
         return grown
+
+
+def growth_of(code: int) -> float:
+    """Of the slope below it, what a hinge out of reach has on hardware of this code; 0 is unknown or mixed."""
+    return GROWTH_OF.get(HARDWARE_CLASSES[code], GROWTH) if code < len(HARDWARE_CLASSES) else GROWTH
 
 
 def _slope_below(terms: Sequence[Term], hinge: Term) -> list[int]:
@@ -164,7 +178,7 @@ def _slope_below(terms: Sequence[Term], hinge: Term) -> list[int]:
     ]
 
 
-def basis_of(target: str, *, growth: float = GROWTH, reach_factor: float = REACH_FACTOR) -> Basis:
+def basis_of(target: str, *, growth: float | None = None, reach_factor: float = REACH_FACTOR) -> Basis:
     """The basis of one target of shared.prediction.TARGETS."""
     return Basis(TERMS[target], growth=growth, reach_factor=reach_factor)
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xgboost as xgb
 
 from services.trainer.base import HARDWARE_CODES, Base, fit_base, unfitted
-from services.trainer.basis import GROWTH, REACH_FACTOR, basis_of, tree_matrix, tree_names
+from services.trainer.basis import REACH_FACTOR, basis_of, tree_matrix, tree_names
 from services.trainer.outliers import believed
 from services.trainer.prior import PriorBase, prior_base
 from services.trainer.window import FEW_HELD_OUT, Snapshot, held_out_rows
@@ -60,8 +60,8 @@ DECISIVE: Final = (
 class FitOptions:
     """Hyperparameters. Row counts say from how many rows on a part is fitted; `rows_per_round` thins small boosters."""
 
-    growth: float = GROWTH
-    """Of the slope below it, for a hinge that the rows don't reach"""
+    growth: float | None = None
+    """Of the slope below it, for a hinge that the rows don't reach; None: as is usual for the hardware"""
     reach_factor: float = REACH_FACTOR
     """A hinge is reached where rows lie beyond its knot by this factor"""
     rounds: int = 60

@@ -107,6 +107,33 @@ def test_thousands_of_rows_stand_alone(size):
     assert held.predict(observed.rows) == pytest.approx(free.predict(observed.rows), rel=0.01)
 
 
+@pytest.mark.parametrize("hopper_rows", [0, 60, 400])
+def test_beyond_the_longest_prompts_seen_each_class_grows_as_its_hardware_does(hopper_rows):
+    """Rows of up to 1,024 tokens that say the same of both classes: a line goes on as one on A100, not on H100."""
+    rng = np.random.default_rng(1)
+    count = 400 + hopper_rows
+    rows = rows_of(
+        count,
+        uncached_tokens=(own := rng.integers(16, 1025, count)),
+        input_tokens=own,
+        pending_uncached_tokens=(pending := rng.integers(0, 2000, count)),
+        # Tells the backlog from its parts.
+        oldest_pending_age_ms=rng.integers(0, 5000, count),
+        hardware_class=np.where(np.arange(count) < 400, hardware_code("a100"), hardware_code("h100")),
+    )
+    y_ms = (20 + 0.1 * own + 0.05 * pending).astype(np.float32)
+    base = fit_base(basis_of("ttft"), rows, y_ms, np.ones(count, np.float32), None, ANCHOR_ROWS)
+    asked = prompts([1000.0, 8192.0])
+    asked[:, SCHEMA.index["hardware_class"]] = hardware_code("a100")
+    assert base.predict(asked) == pytest.approx([120.0, 839.2], rel=0.01)
+    if hopper_rows:
+        asked[:, SCHEMA.index["hardware_class"]] = hardware_code("h100")
+        near, far = base.predict(asked)
+        assert near == pytest.approx(120.0, rel=0.01)
+        # 3 % of the slope from 1,024, 2,048 and 4,096 tokens on.
+        assert far == pytest.approx(839.2 + 0.1 * (0.03 * 7168 + 0.0309 * 6144 + 0.031827 * 4096), rel=0.01)
+
+
 @pytest.mark.parametrize("missing", [("ttft", "tpot"), ("tpot",), ("e2e",)])
 def test_a_model_keeps_the_priors_targets_and_its_graph_says_the_same(missing):
     observed = observe(60, seed=4)

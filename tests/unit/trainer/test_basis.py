@@ -5,8 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.basis import GROWTH, REACH_ROWS, TERMS, Basis, backlog_tokens, basis_of, tree_matrix, tree_names
-from shared.features import SCHEMA
+from services.trainer.basis import (
+    GROWTH,
+    REACH_ROWS,
+    TERMS,
+    Basis,
+    backlog_tokens,
+    basis_of,
+    growth_of,
+    tree_matrix,
+    tree_names,
+)
+from shared.features import SCHEMA, hardware_code
 from tests.unit.trainer.snapshots import rows_of
 
 LOADS = ("pending_uncached_tokens", "pending_requests", "decoding_requests", "decode_context_tokens", "step_time_ms")
@@ -58,17 +68,20 @@ def test_a_hinge_counts_as_reached_with_enough_rows_well_beyond_it(longest, last
     assert not basis.reached(basis.evaluate(rows[1:]))[basis.names.index("own uncached over 64")]
 
 
-def test_a_hinge_out_of_reach_takes_its_share_of_the_slope_below_it():
+@pytest.mark.parametrize(
+    ("hardware", "growth"), [("unknown", GROWTH), ("a100", 0.0), ("h100", 0.03), ("h200", 0.03), ("l40s", GROWTH)]
+)
+def test_a_hinge_out_of_reach_takes_its_hardwares_share_of_the_slope_below_it(hardware, growth):
     basis = basis_of("ttft")
     reached = basis.reached(basis.evaluate(rows_of(REACH_ROWS, uncached_tokens=1024)))
     coefficients = np.zeros(len(basis))
     coefficients[basis.names.index("own uncached")] = 30.0
     coefficients[basis.names.index("own uncached over 512")] = 20.0
-    grown = dict(zip(basis.names, basis.grown(coefficients, reached).tolist(), strict=True))
+    grown = dict(zip(basis.names, basis.grown(coefficients, reached, hardware_code(hardware)).tolist(), strict=True))
     assert grown["own uncached over 512"] == 20.0
     assert grown["own uncached over 256"] == 0.0
-    assert grown["own uncached over 1024"] == pytest.approx(50.0 * GROWTH)
-    assert grown["own uncached over 2048"] == pytest.approx(50.0 * (1 + GROWTH) * GROWTH)
+    assert grown["own uncached over 1024"] == pytest.approx(50.0 * growth)
+    assert grown["own uncached over 2048"] == pytest.approx(50.0 * (1 + growth) * growth)
     assert grown["pending uncached"] == 0.0
 
 
@@ -81,7 +94,12 @@ def test_growth_and_reach_are_options_of_a_fit():
     assert (bool(short[hinge]), bool(long[hinge])) == (False, True)
     coefficients = np.zeros(len(basis))
     coefficients[basis.names.index("own uncached")] = 30.0
-    assert basis.grown(coefficients, short)[hinge] == pytest.approx(15.0)
+    for code in (0, hardware_code("a100"), 255):
+        assert basis.grown(coefficients, short, code)[hinge] == pytest.approx(15.0)
+
+
+def test_a_code_that_names_no_hardware_grows_as_the_unknown():
+    assert growth_of(255) == growth_of(0) == GROWTH
 
 
 @pytest.mark.parametrize("target", list(TERMS))
