@@ -226,7 +226,7 @@ def bench_model(result: Mapping[str, Any]) -> list[str]:
     ]
     if not is_number(export["rss_growth"]) or export["parity_max_rel"] > 1e-4 or export["failed"] != 0:
         faults.append(f"export: {export}")
-    return faults + [f"{key} is empty" for key in ("drift", "training") if not result[key]]
+    return faults + [f"{key} is empty" for key in ("drift", "training", "marks") if not result[key]]
 
 
 def is_share(value: object) -> bool:

@@ -1,7 +1,8 @@
 """What the latency model is worth: one JSON object of the sections below, each in a module of its own.
 
 `extrapolation`, `selection`, `training` (`model_extrapolation.py`); `queueing` (`model_queueing.py`) and its
-`queueing_summary`, means and spreads over seeds; `drift` (`model_drift.py`); `export` (`model_export.py`).
+`queueing_summary`, means and spreads over seeds; `drift` (`model_drift.py`); `export` (`model_export.py`). At the end
+`marks` (`model_marks.py`), told on stderr too: what is to be reached, met or missed.
 `bench/README.md` says what is compared with what.
 
     python -m bench.model [--quick] [--only SECTION,…] [--json FILE]
@@ -24,6 +25,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from bench.model_drift import drift
 from bench.model_export import export
 from bench.model_extrapolation import extrapolation, selection, training
+from bench.model_marks import line, marks
 from bench.model_queueing import queueing, summary
 from deploy.local.output_file import output_file
 
@@ -63,6 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     result = measure(names, quick=options.quick)
     if options.only and options.json and options.json.exists():
         result = {**json.loads(options.json.read_text()), **result}
+    result["marks"] = marks(result)
+    sys.stderr.writelines(f"{line(mark)}\n" for mark in result["marks"])
     text = json.dumps(result, indent=1)
     print(text)
     if options.json:
