@@ -30,6 +30,7 @@ from services.router.state.kv_events import KvEvent
 from services.router.state.ledger import Ledger
 from services.router.state.prefix_index import BlockHasher, PrefixIndex, PrefixMatch
 from services.router.state.roles import Role
+from services.router.state.sequence_limit import SequenceLimits
 from services.router.state.snapshot import Candidates
 from services.router.state.status import EndpointStatus, status_of
 from services.router.state.table import MAX_CANDIDATES, Endpoint, EndpointTable
@@ -108,6 +109,7 @@ class PoolState:
         self._records = DispatchRecords()
         self._room = CacheRoom()
         self._foreign = ForeignRequests()
+        self._sequences = SequenceLimits()
 
     # --- the director's part ------------------------------------------------------------------------------------
 
@@ -608,6 +610,7 @@ class PoolState:
         self.cache_book.forget(endpoint.slot)
         self._room.forget(endpoint.slot)
         self._foreign.forget(endpoint.slot)
+        self._sequences.forget(endpoint.slot)
         self.health.forget(endpoint.slot)
 
     # --- the scraper's part -------------------------------------------------------------------------------------
@@ -635,6 +638,14 @@ class PoolState:
                 kv_cache_utilization=metrics.kv_cache_utilization or 0.0,
                 now_ms=now_ms,
             )
+            limit = self._sequences.seen(
+                endpoint.slot,
+                running=metrics.running_requests,
+                waiting=metrics.waiting_requests,
+                kv_cache_utilization=metrics.kv_cache_utilization or 0.0,
+                progress=metrics.first_tokens or metrics.prompt_tokens or 0.0,
+            )
+            self.table.set_sequence_limit(endpoint.slot, limit)
             requests = metrics.waiting_requests + metrics.running_requests
             self._foreign.seen(endpoint.slot, requests - self.ledger.in_flight(endpoint.slot), now_ms)
             self.ledger.correct(endpoint.slot, metrics, now_ms)

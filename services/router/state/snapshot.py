@@ -17,9 +17,9 @@ class Candidates:
     """n endpoints that are ready, serve the model and lie in the subset hint. All columns float32 (n,).
 
     Names and units are those of `shared.features`. A scraped value that is unknown or too old is 0 with
-    `scrape_known` 0; `step_time_ms` likewise with `step_time_known`. The last three aren't features, and 0 where
-    unknown: an endpoint's time per token of prefill as its answers show it, the size of its KV cache, what was sent to
-    it of late.
+    `scrape_known` 0; `step_time_ms` likewise with `step_time_known`. The last four aren't features, and 0 where
+    unknown: an endpoint's time per token of prefill as its answers show it, the size of its KV cache, how many requests
+    it computes at once, what was sent to it of late.
     """
 
     addresses: tuple[str, ...]
@@ -40,6 +40,7 @@ class Candidates:
     hardware_class: Column
     prefill_ms_per_token: Column
     kv_capacity_tokens: Column
+    sequence_limit: Column
     arrivals_per_ms: Column
 
     def __len__(self) -> int:
@@ -69,5 +70,6 @@ class Candidates:
         return {
             "prefill_ms_per_token": self.prefill_ms_per_token,
             "kv_capacity_tokens": self.kv_capacity_tokens,
+            "sequence_limit": self.sequence_limit,
             "arrivals_per_ms": self.arrivals_per_ms,
         }

@@ -53,6 +53,7 @@ class EndpointStatus:
     running_requests: float | None
     kv_cache_utilization: float | None
     scrape_age_ms: float | None
+    sequence_limit: int | None
     prefix_blocks: int
     prefix_capacity_blocks: int
     tells_of_its_cache: bool
@@ -97,6 +98,7 @@ def status_of(
         running_requests=float(view.running_requests[0]) if scraped else None,
         kv_cache_utilization=float(view.kv_cache_utilization[0]) if scraped else None,
         scrape_age_ms=table.scrape_age_ms(slot, now_ms),
+        sequence_limit=int(view.sequence_limit[0]) or None,
         prefix_blocks=prefixes.held_blocks(slot),
         prefix_capacity_blocks=prefixes.capacity(slot),
         tells_of_its_cache=cache_book.live(slot),

@@ -44,9 +44,10 @@ class _Value(IntEnum):
     HARDWARE_CLASS = 5
     PREFILL_MS_PER_TOKEN = 6
     KV_CAPACITY_TOKENS = 7
-    WAITING_REQUESTS = 8
-    RUNNING_REQUESTS = 9
-    KV_CACHE_UTILIZATION = 10
+    SEQUENCE_LIMIT = 8
+    WAITING_REQUESTS = 9
+    RUNNING_REQUESTS = 10
+    KV_CACHE_UTILIZATION = 11
 
 
 class _Instant(IntEnum):
@@ -359,6 +360,10 @@ class EndpointTable:
         """Tokens that the endpoint's KV cache holds, as its server tells."""
         self._values[_Value.KV_CAPACITY_TOKENS, slot] = tokens
 
+    def set_sequence_limit(self, slot: int, sequences: int) -> None:
+        """Requests that the endpoint's server computes at once; 0: unknown."""
+        self._values[_Value.SEQUENCE_LIMIT, slot] = sequences
+
     def pending_tokens(self, slot: int, now_ms: float) -> float:
         """Uncached tokens before a request that comes at `now_ms`, as a decision sees them."""
         instants = self._instants[:, slot]
@@ -467,7 +472,9 @@ class EndpointTable:
         known = ages[_Instant.SCRAPED] <= self.scrape_limit_ms
         ages[_Instant.SCRAPED] *= known
         values[_Value.WAITING_REQUESTS :] *= known
-        pending_tokens, pending, decoding, step, step_known, hardware, pace, capacity, waiting, running, kv = values
+        pending_tokens, pending, decoding, step, step_known, hardware, pace, capacity, limit, waiting, running, kv = (
+            values
+        )
         # A request in decode has grown by one token per step since its first: the mean needs no loop over requests.
         growth = ages[_Instant.DECODE_SINCE_MEAN]
         growth *= decoding
@@ -499,6 +506,7 @@ class EndpointTable:
             hardware,
             pace,
             capacity,
+            limit,
             self._arrival_rate(instants, now_ms),
         )
 

@@ -27,7 +27,8 @@ from being loaded until all miss by a little. There urgency and fading are 1, ne
 no more than its time. (Scenario A at 95 %: 0.73 of the requests within their objectives, 0.40 with fading.)
 
 A full KV cache admits nobody until an answer ends, and preempts: no latency model sees that coming, the scraped
-utilization does.
+utilization does. Nor does it know that a server computes so many requests at once and no more; where that limit has
+been found out, TTFT is the predicted one and the wait until enough answers have ended.
 
 Own prefill time is our uncached tokens at the endpoint's pace: its measured TTFTs without one step, over the backlogs
 that they found. Until an endpoint has been measured it is that of its hardware class, from the candidates' predicted
@@ -153,6 +154,11 @@ class PredictedCostScorer:
         candidates = context.candidates
         tpot = prediction.get("tpot_p50")
         requests = candidates.pending_requests + candidates.decoding_requests
+        output_tokens = self._output_tokens(context)
+        if ttft is not None and tpot is not None:
+            wait = _wait_for_place_ms(candidates, requests, tpot, output_tokens)
+            if wait is not None:
+                ttft = own = ttft + wait
         alike = self._alike(candidates, alive)
         cost: _Column = own.copy()
         if ttft is not None and alike:
@@ -170,11 +176,10 @@ class PredictedCostScorer:
                 cost += pressure
         added: _Column | None = None
         if tpot is not None:
-            output_tokens = self._output_tokens(context)
             added = self._step_time_added(context, tpot, output_tokens)
             cost += np.float32(self._config.decode_weight * output_tokens) * urgency * added * requests
         if self._config.slo_risk_ms > 0.0:
-            for ours, theirs in self._risks(context, prediction, requests, added):
+            for ours, theirs in self._risks(context, prediction, ttft, requests, added):
                 price, share = np.float32(self._config.slo_risk_ms), _ONE
                 if alike:
                     best = float(np.fmin.reduce(ours[alive]))  # unpredicted ones aside
@@ -250,20 +255,19 @@ class PredictedCostScorer:
 
     @staticmethod
     def _risks(
-        context: Context, prediction: Prediction, requests: _Column, added: _Column | None
+        context: Context, prediction: Prediction, ttft: _Column | None, requests: _Column, added: _Column | None
     ) -> list[tuple[_Column, _Column | None]]:
         """Of each objective that is stated, predicted and not lost yet, float32 (n,): P(we miss it), and the expected
         further misses among the requests there.
         """
         slo = context.request.slo
         risks: list[tuple[_Column, _Column | None]] = []
-        ttft, tpot = prediction.get("ttft_p50"), prediction.get("tpot_p50")
-        if slo.ttft_ms is not None and ttft is not None:
+        median, tpot = prediction.get("ttft_p50"), prediction.get("tpot_p50")
+        if slo.ttft_ms is not None and ttft is not None and median is not None:
             left_ms = slo.ttft_ms - context.elapsed_ms
             if left_ms <= 0.0:
                 return []  # nothing that comes of this request is good any more
-            logs = _logs(ttft)
-            z = _standardised(logs, _spread(logs, prediction.get("ttft_p90")), left_ms)
+            z = _standardised(_logs(ttft), _spread(_logs(median), prediction.get("ttft_p90")), left_ms)
             risks.append((_normal_cdf(z), None))
         if slo.tpot_ms is not None and tpot is not None and added is not None:
             logs = _logs(tpot)
@@ -278,6 +282,24 @@ class PredictedCostScorer:
             theirs *= _DENSITY_AT_0 / wide
             risks.append((_normal_cdf(z), theirs))
         return risks
+
+
+def _wait_for_place_ms(
+    candidates: Candidates, requests: _Column, tpot: _Column, output_tokens: float
+) -> _Column | None:
+    """Float32 (n,): until so many answers have ended that the server takes us up. None: nobody is that full.
+
+    As many answers as are computed at once end within the time that one takes, ours for want of another.
+    """
+    limit = candidates.sequence_limit
+    over = requests + _ONE - limit
+    over *= limit > 0.0
+    if not over.max() > 0.0:
+        return None
+    wait: _Column = np.maximum(over, np.float32(0.0)) * tpot
+    wait *= np.float32(output_tokens)
+    wait /= np.maximum(limit, _ONE)
+    return wait
 
 
 def _prefill_ms(ttft: _Column, tpot: _Column | None, candidates: Candidates, alive: Mask) -> _Column:

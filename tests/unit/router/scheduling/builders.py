@@ -29,6 +29,7 @@ _COLUMNS = (
     "hardware_class",
     "prefill_ms_per_token",
     "kv_capacity_tokens",
+    "sequence_limit",
     "arrivals_per_ms",
 )
 

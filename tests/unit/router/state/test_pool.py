@@ -363,3 +363,20 @@ def test_arrivals_are_counted_where_they_were_dispatched_and_kv_capacity_is_what
     candidates, _ = pool.snapshot(make_request(), None, 30_000.0)
     assert candidates.arrivals_per_ms.tolist() == pytest.approx([0.00062, 0.0], rel=0.05)
     assert candidates.kv_capacity_tokens.tolist() == [0.0, 50_000.0]
+
+
+def test_a_limit_of_sequences_is_found_out_from_scrapes_and_forgotten_with_the_process():
+    pool = make_pool(A, B)
+
+    def limits() -> list[float]:
+        candidates, _ = pool.snapshot(make_request(), None, 10_000.0)
+        return candidates.sequence_limit.tolist()
+
+    for at in range(5):
+        seen = EngineMetrics(Engine.VLLM, 4.0, 64.0, 0.5, process_start_s=100.0, first_tokens=at)
+        pool.observe_scrape(A, seen, at * 1_000.0)
+    assert limits() == [64.0, 0.0]
+    assert [each.sequence_limit for each in pool.endpoints(10_000.0)] == [64, None]
+    pool.observe_scrape(A, EngineMetrics(Engine.VLLM, 4.0, 64.0, 0.5, process_start_s=900.0, first_tokens=1), 9_000.0)
+    pool.set_models(A, frozenset({"m"}))
+    assert limits() == [0.0, 0.0]

@@ -55,6 +55,23 @@ def test_on_unlike_hardware_waiting_costs_its_time():
     assert cost(ctx, **(FREE | {"waiting_weight": 8.0})) == [100.0, 500.0]
 
 
+def test_beyond_the_server_s_limit_of_sequences_answers_must_end_first():
+    """Nine too many where 256 answers of 512 tokens at 20 ms end in 10.24 s, 40 ms each. Unknown limits keep nobody."""
+    endpoints = candidates(
+        4, pending_requests=[4, 0, 4, 4], decoding_requests=[260, 255, 260, 260], sequence_limit=[256, 256, 0, 1024]
+    )
+    ctx = context(endpoints, prediction(ttft_p50=[50] * 4, tpot_p50=[20] * 4), expected_output_tokens=512)
+    assert cost(ctx, **FREE) == pytest.approx([50 + 9 * 40, 50, 50, 50])
+
+
+def test_a_wait_for_a_place_is_part_of_the_risk():
+    predicted = prediction(ttft_p50=[50] * 2, ttft_p90=[60] * 2, tpot_p50=[20] * 2)
+    endpoints = candidates(2, decoding_requests=[300, 300], sequence_limit=[256, 0])
+    [full, free] = cost(context(endpoints, predicted, slo=Slo(ttft_ms=1000), expected_output_tokens=512), **RISK)
+    assert full == pytest.approx(50 + 45 * 40 + 300, rel=1e-3)
+    assert free == pytest.approx(50)
+
+
 def test_end_to_end_latency_stands_in_for_ttft():
     assert cost(context(candidates(2), prediction(e2e_p50=[900, 700])), **FREE) == [900.0, 700.0]
 
