@@ -68,6 +68,7 @@ def _found(fault: Mapping[str, Any]) -> str:
 
 
 def _without_prefix(message: str) -> str:
+    message = message.partition(", unable to ")[0]  # what was found, again
     for theirs, ours in _BEGINNINGS:
         if message.startswith(theirs):
             return ours + message.removeprefix(theirs)

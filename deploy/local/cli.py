@@ -179,7 +179,7 @@ def up(
     sys.exit(run(serve))
 
 
-@app.command(name="evaluate", cls=Command)
+@app.command(name="evaluate", cls=Command, short_help="Estimate another policy from logged decisions.")
 def evaluate_command(
     log: Annotated[
         list[Path],
@@ -217,7 +217,7 @@ def evaluate_command(
         json_file.write_text(json.dumps(evaluate.as_json(evaluations), indent=2), "utf-8")
 
 
-@app.command(name="samples", cls=Command)
+@app.command(name="samples", cls=Command, short_help="Write the stream's samples to a file.")
 def samples_command(
     file: Annotated[Path, typer.Argument(help="Where to write them, one JSON object a line.")],
     pool: Annotated[str, typer.Option(help="Whose samples.")] = "default",
@@ -246,7 +246,7 @@ def samples_command(
     sys.exit(run(export))
 
 
-@app.command(name="replay", cls=Command)
+@app.command(name="replay", cls=Command, short_help="Show what policies would do with a trace.")
 def replay_command(
     trace: Annotated[
         str,
@@ -258,11 +258,17 @@ def replay_command(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="A preset, a profile file, `oracle`, or any of them with +oracle for true service times. Repeat it."
+            help="A preset, a profile file, `oracle`, or any of them with +oracle for true service times. Repeat it. "
+            "Without it load-prefix, token-load and leadtime."
         ),
     ] = None,
     load: Annotated[str, typer.Option(help="Shares of the pool's capacity, as 0.5,0.8.")] = "0.5,0.7,0.85,0.95",
-    hardware: Annotated[str, typer.Option(help="The pool, as h100-8b:6,a100-8b:2.")] = "h100-8b:8",
+    hardware: Annotated[
+        str,
+        typer.Option(
+            help="The pool, as h100-8b:6,a100-8b:2. Of a100, h100, h200 with -8b or -70b (four devices), and l40s-8b."
+        ),
+    ] = "h100-8b:8",
     slo_ttft_ms: Annotated[float, typer.Option(min=1, help="Objective for the time to the first token.")] = 1_000.0,
     slo_tpot_ms: Annotated[float, typer.Option(min=0.1, help="Objective for the time per token after it.")] = 40.0,
     slo_ttft_tokens: Annotated[

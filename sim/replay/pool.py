@@ -41,7 +41,10 @@ def parse_hardware(text: str) -> tuple[PodSpec, ...]:
         count = int(found[2] or 1) if found else 0
         if profile is None or not 1 <= count <= MAX_PODS:
             known = ", ".join(sorted({short_name(known) for known in PROFILES.values()}))
-            raise PoolError(f"hardware: found '{item.strip()[:64]}'; allowed: NAME:COUNT with NAME one of {known}")
+            raise PoolError(
+                f"hardware: found '{item.strip()[:64]}'; "
+                f"allowed: NAME:COUNT with COUNT 1 to {MAX_PODS}, NAME one of {known}"
+            )
         pods += [PodSpec(profile, limits_of(profile))] * count
     if len(pods) > MAX_PODS:
         raise PoolError(f"hardware: found {len(pods)} pods; allowed: at most {MAX_PODS}")

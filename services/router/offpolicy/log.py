@@ -141,10 +141,11 @@ def read_lines(lines: Iterable[bytes], source: str) -> Iterator[LoggedDecision |
         where = f"{source}, line {number}"
         if len(line) > _MAX_LINE_BYTES:
             raise FieldError(where, f"{len(line)} bytes", f"at most {_MAX_LINE_BYTES}")
+        of_log = b'"kind"' in line[:64]
         try:
-            entry = _decoder.decode(line) if b'"kind"' in line[:64] else outcome_of(_sample_decoder.decode(line))
+            entry = _decoder.decode(line) if of_log else outcome_of(_sample_decoder.decode(line))
         except msgspec.ValidationError as error:
-            raise of_message(error, where) from None
+            raise of_message(error, f"{where}: {'entry' if of_log else 'sample'}") from None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise FieldError(where, f"bytes that aren't JSON ({str(error)[:200]})", _ALLOWED) from None
         if isinstance(entry, LoggedDecision):

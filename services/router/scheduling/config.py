@@ -86,6 +86,8 @@ def _range(bounds: Sequence[Any]) -> list[str]:
             words["high"] = f"below {bound.lt}"
         elif (pattern := getattr(bound, "pattern", None)) is not None:
             words["low"] = f"matching {pattern}"
+    if "low" in words and words.get("high", "").startswith("below"):
+        words["high"] = f"and {words['high']}"
     return [words[end] for end in ("low", "high") if end in words]
 
 

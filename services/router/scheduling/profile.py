@@ -92,6 +92,10 @@ class _ProfileDocument(StrictConfig):
 class YamlLoader(yaml.SafeLoader):
     """safe_load that refuses a key written twice: YAML's own loader keeps the last in silence."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.name = "the document"  # in faults, before line and column
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         twice = next((key for at, key in enumerate(keys) if key in keys[:at]), None)

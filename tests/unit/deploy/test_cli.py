@@ -9,8 +9,11 @@ import typer
 from typer.testing import CliRunner
 
 from deploy.local.cli import app
+from deploy.local.replay import DEFAULT_POLICIES
 from deploy.local.up import owned
 from shared.errors import ConfigurationError
+from sim.hardware import PROFILES
+from sim.replay.pool import short_name
 from tests.decision_log import decision_log
 
 
@@ -22,6 +25,18 @@ def test_help_names_both_commands() -> None:
     output = run("--help").output
     assert "demo" in output
     assert "up" in output
+
+
+def test_no_command_is_described_by_half_a_sentence() -> None:
+    assert "..." not in run("--help").output.partition("Commands:")[2]
+
+
+def test_a_replay_says_what_it_takes_without_a_policy_and_what_hardware_it_knows() -> None:
+    options = {option.name: option.help for option in typer.main.get_command(app).commands["replay"].params}
+    *others, last = DEFAULT_POLICIES
+    assert f"Without it {', '.join(others)} and {last}." in options["policy"]
+    for profile in PROFILES.values():
+        assert short_name(profile).partition("-")[0] in options["hardware"]
 
 
 def test_the_version_is_told() -> None:

@@ -150,7 +150,9 @@ def test_a_servers_error_is_an_outcome_though_it_is_no_sample(end, failed):
     ("line", "fault"),
     [
         (b"{", "log, line 1"),
-        (b'{"kind":"other"}', "log, line 1"),
+        (b'{"kind":"other"}', "log, line 1: entry"),
+        (b'{"kind":"outcome"}', "log, line 1: entry.decision_id: found nothing"),
+        (b'{"arrival_ms":1}', "log, line 1: sample.decision_id: found nothing"),
         (encode_line(entry(chosen=3)), "chosen: found 3; allowed: 0 to 2"),
         (encode_line(entry(propensity=0.0)), "propensity: found 0.0"),
         (encode_line(entry(features=[[1.0]])), "features"),

@@ -96,7 +96,7 @@ def replaced(old, new):
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("name: [", ["file.yaml", "not YAML"]),
+        ("name: [", ["file.yaml", "not YAML", 'in "the document", line 1, column 8']),
         ("- 1", ["file.yaml", "found", "allowed: a mapping of", "scorers"]),
         ("", ["file.yaml", "found None", "allowed: a mapping of"]),
         ("name: mine", ["file.yaml", "picker", "missing", "allowed: a mapping of config, plugin"]),
@@ -105,6 +105,12 @@ def replaced(old, new):
         (replaced("description", "descripton"), ["descripton", "no such key", "description"]),
         (replaced("scorers:", "filters:"), ["not YAML", "'filters' is written twice"]),
         (replaced("weight: 2.5", "weight: 0"), ["scorers.0.weight", "found 0", "a number above 0 to 1000000"]),
+        (
+            replaced("plugin: prefix-cache-affinity-filter", "plugin: rediscovery-filter").replace(
+                "affinity_threshold: 0.5", "forgotten_share: 1"
+            ),
+            ["rediscovery-filter: forgotten_share: found 1; allowed: a number above 0 and below 1"],
+        ),
         (replaced("weight: 2.5", "weigth: 2.5"), ["scorers.0.weigth", "no such key", "config, plugin, weight"]),
         (replaced("latency-scorer", "latency"), ["profile mine", "no scorer is called 'latency'", "latency-scorer"]),
         (

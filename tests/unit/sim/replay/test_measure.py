@@ -86,6 +86,13 @@ def test_hardware_that_is_not_known_is_told(text: str) -> None:
         parse_hardware(text)
 
 
+def test_a_count_of_pods_that_is_not_allowed_is_told_with_its_range() -> None:
+    with pytest.raises(
+        PoolError, match=r"found 'h100-8b:0'; allowed: NAME:COUNT with COUNT 1 to 1000, NAME one of a100"
+    ):
+        parse_hardware("h100-8b:0")
+
+
 def test_policies_are_presets_files_or_have_an_oracle() -> None:
     assert policy("token-load").learned is False
     assert policy("leadtime").learned is True
