@@ -2,13 +2,16 @@
 
 Limits: what is in the buffer dies with the process but for a stop's last flush; a full buffer drops the newest,
 counted. Two files of at most `max_bytes` each are kept: the log, and the one before it with `.1` after its name.
+Several routers of a host may write into one.
 """
 
 import asyncio
 import errno
+import fcntl
 import os
+import stat
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter
@@ -75,9 +78,7 @@ class DecisionLogFile:
             return
         data = b"".join(map(encode_line, entries))
         try:
-            if self._path.exists() and self._path.stat().st_size + len(data) > self._max_bytes:
-                self._path.replace(self._path.with_name(self._path.name + ".1"))
-            with os.fdopen(self._open(), "ab") as file:
+            with self._with_room(len(data)) as file:
                 file.write(data)
         except OSError as error:
             self._lines.labels("failed").inc(len(entries))
@@ -87,6 +88,26 @@ class DecisionLogFile:
             return
         self._told = False
         self._lines.labels("written").inc(len(entries))
+
+    def _with_room(self, size: int) -> BinaryIO:
+        """The file, rotated where it is full. Locked until it is closed: of several routers that write into it, one that
+        rotated what another just has would lose the file before it.
+        """
+        while True:
+            file = os.fdopen(self._open(), "ab")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                ours = os.fstat(file.fileno())
+                if not stat.S_ISREG(ours.st_mode):
+                    return file
+                if self._path.exists() and os.path.samestat(ours, self._path.stat()):
+                    if not ours.st_size or ours.st_size + size <= self._max_bytes:
+                        return file
+                    self._path.replace(self._path.with_name(self._path.name + ".1"))
+            except BaseException:
+                file.close()
+                raise
+            file.close()
 
     def _open(self) -> int:
         """A descriptor of the file; only its owner may read it. Nobody is waited for at a pipe's other end."""

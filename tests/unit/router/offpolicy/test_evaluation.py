@@ -199,6 +199,46 @@ async def test_the_file_is_written_rotated_and_bounded(tmp_path):
     assert registry.get_sample_value("leadtime_router_decision_log_lines_total", {"fate": "written"}) == 3.0
 
 
+async def test_several_routers_write_into_one_file_and_rotate_it_once(tmp_path):
+    """Room for five eighths of the lines: one rotation, and everything is in the two files."""
+    path, each, routers = tmp_path / "d.jsonl", 20, 8
+    size = len(encode_line(entry()))
+    logs = [DecisionLogFile(path, size * each * routers * 5 // 8, CollectorRegistry()) for _ in range(routers)]
+
+    async def write(log: DecisionLogFile) -> None:
+        for _ in range(each):
+            log.offer(entry())
+            await log.flush()
+
+    await asyncio.gather(*map(write, logs))
+    files = [path.with_name("d.jsonl.1"), path]
+    assert [len(file.read_bytes()) // size for file in files] == [each * routers * 5 // 8, each * routers * 3 // 8]
+
+
+async def test_a_router_that_comes_late_to_a_full_file_leaves_the_one_before_alone(tmp_path, monkeypatch):
+    """It opened the log just before another router rotated it."""
+    path, size = tmp_path / "d.jsonl", len(encode_line(entry()))
+    first, second = (DecisionLogFile(path, size * 3, CollectorRegistry()) for _ in range(2))
+    for _ in range(3):
+        first.offer(entry())
+    await first.flush()
+    opened = second._open
+    turns = iter([True])
+
+    def open_then_be_overtaken() -> int:
+        file = opened()
+        if next(turns, False):
+            first.offer(entry())
+            first._write(first._taken())
+        return file
+
+    monkeypatch.setattr(second, "_open", open_then_be_overtaken)
+    second.offer(entry())
+    await second.flush()
+    assert len(path.with_name("d.jsonl.1").read_bytes()) == size * 3
+    assert len(path.read_bytes()) == size * 2
+
+
 async def test_what_waits_at_the_stop_is_written(tmp_path):
     log = DecisionLogFile(tmp_path / "d.jsonl", 10**6, CollectorRegistry())
     task = asyncio.create_task(log.run())
