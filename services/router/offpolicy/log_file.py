@@ -90,8 +90,8 @@ class DecisionLogFile:
         self._lines.labels("written").inc(len(entries))
 
     def _with_room(self, size: int) -> BinaryIO:
-        """The file, rotated where it is full. Locked until it is closed: of several routers that write into it, one that
-        rotated what another just has would lose the file before it.
+        """The file, rotated where it is full. Locked until it is closed: a router that rotated what another just has
+        would lose the file before it.
         """
         while True:
             file = os.fdopen(self._open(), "ab")
