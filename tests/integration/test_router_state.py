@@ -5,6 +5,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator
 
+import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
@@ -123,6 +124,29 @@ async def test_the_simulated_servers_page_has_all_that_the_ledger_is_corrected_b
         assert (status, metrics.missing) == (200, ())
         assert (metrics.first_tokens, metrics.prompt_tokens, metrics.computed_prompt_tokens) == (0.0, 0.0, 0.0)
         assert metrics.process_start_s is not None
+
+
+async def test_how_many_requests_a_server_computes_at_once_is_found_out_from_its_pages():
+    async with model_server(max_num_seqs=16) as server, running() as bed, aiohttp.ClientSession() as client:
+        bed.add(address_of(server))
+        status = await bed.ready(address_of(server))
+        assert status.sequence_limit is None
+
+        async def ask_again_and_again(number: int) -> None:
+            body = {"model": "m", "prompt": f"{number} " * 50, "max_tokens": 10 + number % 20}
+            while True:
+                async with client.post(f"{server.base_url}/v1/completions", json=body) as response:
+                    assert response.status == 200
+                    await response.read()
+
+        clients = [asyncio.create_task(ask_again_and_again(number)) for number in range(32)]
+        try:
+            await until(lambda: bed.status(status.address).sequence_limit == 16, "the limit")
+        finally:
+            for each in clients:
+                each.cancel()
+            ended = await asyncio.gather(*clients, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError) for each in ended)
 
 
 async def test_a_storm_of_failed_requests_is_no_storm_of_probes():

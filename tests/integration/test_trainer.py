@@ -139,7 +139,7 @@ async def test_a_saved_bundle_is_served_until_a_hundred_samples_came(nats, redis
             await trainer.taken(40)
             view = await trainer.model()
             assert (view["state"], view["bundle"]["version"], view["samples_needed"]) == ("warming", version, 100)
-            await publish(context, SAMPLES[40:140])
+            await publish(context, SAMPLES[40:440])
             assert await trainer.published(after=version) > version
 
 
