@@ -643,7 +643,7 @@ class PoolState:
                 running=metrics.running_requests,
                 waiting=metrics.waiting_requests,
                 kv_cache_utilization=metrics.kv_cache_utilization or 0.0,
-                progress=metrics.first_tokens or metrics.prompt_tokens or 0.0,
+                progress=metrics.prompt_tokens if metrics.first_tokens is None else metrics.first_tokens,
             )
             self.table.set_sequence_limit(endpoint.slot, limit)
             requests = metrics.waiting_requests + metrics.running_requests

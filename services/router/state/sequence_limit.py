@@ -24,7 +24,7 @@ class _Most:
 
     running: int = 0
     times: int = 0
-    progress: float = -1.0
+    progress: float | None = None
 
 
 class SequenceLimits:
@@ -35,17 +35,22 @@ class SequenceLimits:
     def __init__(self) -> None:
         self._most: dict[int, _Most] = {}
 
-    def seen(self, slot: int, *, running: float, waiting: float, kv_cache_utilization: float, progress: float) -> int:
-        """The limit after this scrape, 0 while unknown. `progress`: any count that grows with requests admitted."""
+    def seen(
+        self, slot: int, *, running: float, waiting: float, kv_cache_utilization: float, progress: float | None
+    ) -> int:
+        """The limit after this scrape, 0 while unknown. `progress`: a count that grows as requests begin to answer,
+        always the same one; None where the server has none, and then no limit is found.
+        """
         most = self._most.setdefault(slot, _Most())
         count = round(running)
         if count > most.running:
-            most.running, most.times, most.progress = count, 0, -1.0
+            most.running, most.times, most.progress = count, 0, None
         if (
             count == most.running >= _LEAST
             and waiting >= 1.0
             and kv_cache_utilization < _KV_HAS_ROOM
-            and progress > most.progress
+            and progress is not None
+            and progress != most.progress
         ):
             most.times += 1
             most.progress = progress

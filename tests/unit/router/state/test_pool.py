@@ -373,7 +373,9 @@ def test_a_limit_of_sequences_is_found_out_from_scrapes_and_forgotten_with_the_p
         return candidates.sequence_limit.tolist()
 
     for at in range(5):
-        seen = EngineMetrics(Engine.VLLM, 4.0, 64.0, 0.5, process_start_s=100.0, first_tokens=at)
+        # Nobody had a first token at the first scrape: prompts' tokens, counted before, don't stand in.
+        counts = {"first_tokens": float(at), "prompt_tokens": 1e6}
+        seen = EngineMetrics(Engine.VLLM, 4.0, 64.0, 0.5, process_start_s=100.0, **counts)
         pool.observe_scrape(A, seen, at * 1_000.0)
     assert limits() == [64.0, 0.0]
     assert [each.sequence_limit for each in pool.endpoints(10_000.0)] == [64, None]

@@ -6,7 +6,7 @@ from services.router.state.sequence_limit import SequenceLimits
 
 
 def scrape(limits, progress, running=256.0, waiting=3.0, kv=0.5, slot=0):
-    return limits.seen(slot, running=running, waiting=waiting, kv_cache_utilization=kv, progress=float(progress))
+    return limits.seen(slot, running=running, waiting=waiting, kv_cache_utilization=kv, progress=progress)
 
 
 def found(running=256.0, times=5):
@@ -44,6 +44,11 @@ def test_what_may_have_another_cause_is_no_limit(unlike):
 def test_a_long_prefill_that_keeps_all_waiting_is_no_limit():
     limits = SequenceLimits()
     assert {scrape(limits, progress=7) for _ in range(50)} == {0}
+
+
+def test_a_server_that_counts_no_progress_has_no_limit_that_could_be_found():
+    limits = SequenceLimits()
+    assert {scrape(limits, progress=None) for _ in range(50)} == {0}
 
 
 def test_a_batch_that_is_never_twice_as_large_as_ever_has_no_limit():
